@@ -305,14 +305,11 @@ _BY_FILE = {
         ("if kind.bits > 8), default", "if kind.bits > 16), default", "-k bfloat16"),
     ],
     ("_audit/inner_gradients.py", "tests/audit/test_steps.py"): [
-        (
-            "if found.length else None, {j: j for j in",
-            "if found.length else None, {j: -1 for j in",
-            "-k 'clip and loop'",
-        ),
-        ("{j: j - 1 for j in range(1,", "{j: j for j in range(1,", "-k 'clip and branch'"),
+        ("{j - 1: each for j,", "{j: each for j,", "-k 'clip and branch'"),
         ("{eqn.outputs[k] for k in places}", "set()", "-k 'clip and loop'"),
-        ("any(n not in owned and", "any(False and", "-k shard_map"),
+        ("any(_is_mixed(program, n, outs) for", "any(False for", "-k shard_map"),
+        ("if not mark & 3:", "if False:", "-k cast"),
+        ("*(numbers - own)", "*own", "-k 'clip and loop'"),
     ],
     ("_audit/program.py", "tests/audit/test_steps.py"): [
         ("{*self._unknown} - self._judged", "self._unknown", "-k 'clip and loop'"),

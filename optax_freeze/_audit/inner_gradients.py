@@ -1,4 +1,4 @@
-"""Gradients of frozen parameters in a loop or a branch, and which of its results read them.
+"""Gradients of frozen parameters in loops and branches, and which of their results read them.
 
 A branch, and the first step of a loop, is a program of its own, which is read as that of a training step is. What a
 ``while_loop`` or a ``shard_map`` computes is not known.
@@ -6,80 +6,128 @@ A branch, and the first step of a loop, is a program of its own, which is read a
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 
-from optax_freeze._audit.evaluation import live
+from optax_freeze._audit.evaluation import evaluate, live
 from optax_freeze._audit.gradient_owners import Owners, contains_backward
 from optax_freeze._audit.reactions import CHANGES
 from optax_freeze._audit.readers import Readers
-from optax_freeze._jax_internals import Branches, ClosedJaxpr, Loop, inside, is_backward, programs_in, without_unused
+from optax_freeze._jax_internals import (
+    Branches,
+    ClosedJaxpr,
+    Loop,
+    Mapped,
+    inside,
+    is_backward,
+    programs_in,
+    without_unused,
+)
 from optax_freeze._program.dependence import depends_on, reached
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
 
 
-class InnerGradient(NamedTuple):
-    """A gradient of a frozen parameter, and for each change of it the results of the equation that differ."""
+class Frozen(NamedTuple):
+    """A value that is computed from a frozen parameter alone, and where it is frozen, which may be broadcast."""
 
     leaf: int
-    changed: list[set[int]]
+    shape: tuple[int, ...]
+    elements: np.ndarray
+
+    def row(self, k: int) -> "Frozen":
+        """One row along the first axis."""
+        elements = np.broadcast_to(self.elements, self.shape)[k] if self.elements.ndim else self.elements
+        return Frozen(self.leaf, self.shape[1:], elements)
+
+
+AllFrozen: TypeAlias = Mapping[int, Frozen]
+"""By the numbers of values."""
+
+
+class InnerGradients(NamedTuple):
+    """What is known of an equation that contains a backward pass.
+
+    Attributes:
+      found: for each gradient of a frozen parameter this parameter, and for each change the results that differ.
+      unknown: whether there may be others.
+    """
+
+    eqn: Equation
+    found: list[tuple[int, list[set[int]]]]
+    unknown: bool
 
 
 def inner_gradients(
-    eqn: Equation,
-    operands: Sequence[Any],
-    leaves: Mapping[int, int],
-    frozen_elements: Mapping[int, Any],
-    wanted: Collection[int],
-) -> tuple[list[InnerGradient], bool]:
-    """The gradients of frozen parameters that an equation computes, and whether some may be there that are not known.
+    program: Program, given: Sequence[Any] | None, frozen: AllFrozen, wanted: Collection[int]
+) -> Iterator[InnerGradients]:
+    """Reads the loops and branches of a program.
 
     Args:
-      leaves: from the places of operands that are parameters to the numbers of these.
-      frozen_elements: for each parameter with frozen elements which they are.
-      wanted: the results of the equation that are needed.
+      given: the values of its inputs, if they are known.
+      frozen: the inputs that are frozen parameters, at least in part.
+      wanted: the results that are needed.
     """
-    found, unknown = [], False
-    for inner, values, place_of in _steps(eqn, operands):
-        needed = _needed(eqn, inner, [n in wanted for n in eqn.outputs])
-        program = flatten(inner, enter_placed=True)
-        outs = {n: k for k, n in enumerate(program.outputs) if needed[k] and isinstance(n, int)}
-        leaf_of = {place_of[j]: i for j, i in leaves.items() if j in place_of}
-        ends = _ends(program, outs, leaf_of, frozen_elements)
-        owned: dict[int, int] = {}
-        if ends and values is not None:
-            inputs = [n for n in range(program.num_inputs) if is_inexact(program.avals[n])]
-            owners = Owners(program, values, inputs, leaf_of).find(ends)
-            owned = {n: leaf_of.get(min(numbers), -1) for n, numbers in owners.items() if len(numbers) == 1}
-        unknown |= any(n not in owned and _is_mixed(program, n, outs) for n in ends)
-        for n, i in owned.items():
-            if i in frozen_elements:
-                assert values is not None
-                after = [out for out in outs if out in reached_from(program, n)]
-                readers = Readers(program, {n: frozen_elements[i]}, after, [np.asarray(False)] * len(after))
-                differ = np.any(readers.counts(values)([n], range(len(CHANGES[:4]))), axis=-1)
-                places = [{outs[out] for out in compress(after, row)} for row in differ]
-                found.append(InnerGradient(i, [_later(eqn, inner, each) for each in places]))
-    return found, unknown
+    needed = live(program.eqns, wanted)
+    eqns = [eqn for eqn in needed if contains_backward(eqn) and not is_backward(eqn)]
+    read = sorted({n for eqn in eqns for n in eqn.reads})
+
+    def values(inputs: Sequence[Any]) -> list[Any]:
+        env = {**program.consts, **dict(enumerate(inputs))}
+        evaluate(live(program.eqns, read), env)
+        return [env[n] for n in read]
+
+    env = dict(zip(read, jax.jit(values)(given), strict=True)) if eqns and given is not None else None
+    computed = _computed_from(program, frozen) if eqns else {}
+    results = {n for eqn in needed for n in eqn.reads} | {*wanted}
+    for eqn in eqns:
+        operands = None if env is None else [env[x] if isinstance(x, int) else x.val for x in eqn.inputs]
+        found: list[tuple[int, list[set[int]]]] = []
+        unknown = False
+        for inner, inputs, own in _steps(eqn, operands, computed):
+            kept = _kept(eqn, inner, [n in results for n in eqn.outputs])
+            of_step, more = _of_step(flatten(inner, enter_placed=True), inputs, own, kept)
+            found += [(i, [_later(eqn, inner, places) for places in changed]) for i, changed in of_step]
+            unknown |= more
+        yield InnerGradients(eqn, found, unknown)
 
 
-def _steps(eqn: Equation, operands: Sequence[Any]) -> Iterator[tuple[ClosedJaxpr, list[Any] | None, dict[int, int]]]:
-    """The inner programs with the values of their inputs, and the places of these from those of operands."""
+def _computed_from(program: Program, frozen: AllFrozen) -> dict[int, Frozen]:
+    """The values that are computed from frozen parameters alone, such as their cast."""
+    whole = [n for n, each in frozen.items() if not each.elements.ndim]
+    bits = {n: 4 << k for k, n in enumerate(whole)}
+    marks = reached(program, {n: bits.get(n, 2) for n in range(program.num_inputs)})
+    found = {}
+    for n, mark in marks.items():
+        if not mark & 3:  # no side effect, and no other input
+            first = whole[((mark >> 2) & -(mark >> 2)).bit_length() - 1]
+            found[n] = frozen[first]._replace(shape=getattr(program.avals[n], "shape", ()))
+    return found | {**frozen}
+
+
+def _steps(
+    eqn: Equation, operands: Sequence[Any] | None, frozen: AllFrozen
+) -> Iterator[tuple[ClosedJaxpr, Sequence[Any] | None, AllFrozen]]:
+    """The inner programs, with the values of their inputs and those that are frozen."""
     found = inside(eqn)
-    if isinstance(found, Loop):
-        carried = found.stacked
-        rows = [x[-1 if found.reverse else 0] for x in operands[carried:]] if found.length else []
-        yield found.body, [*operands[:carried], *rows] if found.length else None, {j: j for j in range(carried)}
+    own = {j: frozen[x] for j, x in enumerate(eqn.inputs) if isinstance(x, int) and x in frozen}
+    if isinstance(found, Loop) and found.length:
+        start, first = found.stacked, -1 if found.reverse else 0
+        inputs = None if operands is None else [*operands[:start], *(x[first] for x in operands[start:])]
+        yield found.body, inputs, {j: each.row(first) if j >= start else each for j, each in own.items()}
     elif isinstance(found, Branches):
-        for program in found.programs:
-            yield program, [*operands[1:]], {j: j - 1 for j in range(1, len(operands))}
+        inputs = None if operands is None else operands[1:]
+        yield from ((program, inputs, {j - 1: each for j, each in own.items()}) for program in found.programs)
     else:
         for program in programs_in(eqn):
-            yield program, None, {}
+            parts = {}
+            if isinstance(found, Mapped):
+                parts = {j: each._replace(shape=program.in_avals[j].shape) for j, each in own.items()}
+            yield program, None, parts | {-1 - j: each for j, each in own.items()}
 
 
-def _needed(eqn: Equation, inner: ClosedJaxpr, wanted: list[bool]) -> list[bool]:
+def _kept(eqn: Equation, inner: ClosedJaxpr, wanted: list[bool]) -> list[bool]:
     """The results of an inner program that the wanted results of the equation need."""
     found = inside(eqn)
     if len(inner.out_avals) != len(wanted):
@@ -93,19 +141,46 @@ def _needed(eqn: Equation, inner: ClosedJaxpr, wanted: list[bool]) -> list[bool]
     return wanted
 
 
-def _ends(
-    program: Program, outs: Collection[int], leaf_of: Mapping[int, int], frozen_elements: Mapping[int, Any]
-) -> list[int]:
-    """The values of a backward pass that other operations read, of the shapes of parameters with frozen elements."""
+def _of_step(
+    program: Program, given: Sequence[Any] | None, frozen: AllFrozen, kept: Sequence[bool]
+) -> tuple[list[tuple[int, list[set[int]]]], bool]:
+    """As :class:`InnerGradients` has them, with the places of results."""
+    outs = {n: k for k, n in enumerate(program.outputs) if kept[k] and isinstance(n, int)}
+    ends = _ends(program, outs, frozen)
+    owned: dict[int, int] = {}
+    if ends and given is not None:
+        inputs = [n for n in range(program.num_inputs) if is_inexact(program.avals[n])]
+        owners = Owners(program, given, inputs, frozen).find(ends)
+        owned = {n: min(numbers) for n, numbers in owners.items() if len(numbers) == 1}
+    found = []
+    inside_of_it = [*inner_gradients(program, given, frozen, outs)]
+    judged = {n for inner in inside_of_it if not inner.unknown for n in inner.eqn.outputs}
+    unknown = any(_is_mixed(program, n, outs) for n in {*ends} - {*owned} - judged)
+    for n, m in owned.items():
+        if m in frozen:
+            assert given is not None
+            after = [out for out in outs if out in reached_from(program, n)]
+            readers = Readers(program, {n: frozen[m].elements}, after, [np.asarray(False)] * len(after))
+            differ = np.any(readers.counts(given)([n], range(len(CHANGES[:4]))), axis=-1)
+            found.append((frozen[m].leaf, [{outs[out] for out in compress(after, row)} for row in differ]))
+    own = {n for n, m in owned.items() if m in frozen}
+    for inner in inside_of_it:
+        unknown |= inner.unknown
+        for i, changed in inner.found:
+            after = [reached_from(program, *(numbers - own)) for numbers in changed]
+            found.append((i, [{k for out, k in outs.items() if out in each} for each in after]))
+    return found, unknown
+
+
+def _ends(program: Program, outs: Collection[int], frozen: AllFrozen) -> list[int]:
+    """The values of a backward pass that other operations read, of the shapes of frozen parameters."""
     made, read = set(), {*outs}
     for eqn in live(program.eqns, outs):
         if is_backward(eqn) or contains_backward(eqn):
             made.update(eqn.outputs)
         if not is_backward(eqn):
             read |= eqn.reads
-    shapes = {program.avals[m].shape for m, i in leaf_of.items() if i in frozen_elements}
-    shapes |= {np.shape(elements) for elements in frozen_elements.values()}
-    avals = program.avals
+    shapes, avals = {each.shape for each in frozen.values()}, program.avals
     return [n for n in sorted(made & read) if is_inexact(avals[n]) and {avals[n].shape, avals[n].shape[1:]} & shapes]
 
 
@@ -116,7 +191,7 @@ def _is_mixed(program: Program, n: int, outs: Collection[int]) -> bool:
 
 
 def reached_from(program: Program, *numbers: int) -> set[int]:
-    """The values that are computed from others."""
+    """The values that are computed from others, and these."""
     return {m for m, mark in reached(program, dict.fromkeys(numbers, 2)).items() if mark & 2}
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._audit.constant_zeros import constant_zeros
-from optax_freeze._audit.evaluation import evaluate, live
+from optax_freeze._audit.evaluation import live
 from optax_freeze._audit.gradient_owners import Owners, contains_backward
-from optax_freeze._audit.inner_gradients import inner_gradients, reached_from
+from optax_freeze._audit.inner_gradients import Frozen, inner_gradients, reached_from
 from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
 from optax_freeze._audit.readers import Counts, Readers
 from optax_freeze._audit.step import State, Step
@@ -260,33 +260,21 @@ class StepProgram:
 
     @functools.cached_property
     def inner(self) -> tuple[list[Gradient], bool]:
-        program, step = self._program, self._step
-        eqns = [eqn for eqn in self._live if contains_backward(eqn) and not is_backward(eqn)]
-        found, unknown = [], False
-        if not eqns:
-            return found, unknown
-        read = sorted({n for eqn in eqns for n in eqn.reads})
-
-        def values(inputs: Sequence[Any]) -> list[Any]:
-            env = {**program.consts, **dict(enumerate(inputs))}
-            evaluate(live(program.eqns, read), env)
-            return [env[n] for n in read]
-
+        step, gradients, unknown = self._step, list[Gradient](), False
+        leaf_of = {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
+        frozen = {
+            n: Frozen(i, step.plan.leaves[i].shape or (), step.mask(i)) for n, i in leaf_of.items() if i in step.frozen
+        }
+        wanted = {n for n in self._outputs if isinstance(n, int)}
         with jax.debug_nans(False), jax.debug_infs(False):
-            env = dict(zip(read, jax.jit(values)([to_device(self._flat[k]) for k in self._inputs]), strict=True))
-            leaf_of = {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
-            elements = {i: np.broadcast_to(step.mask(i), step.plan.leaves[i].shape or ()) for i in step.frozen}
-            wanted = {n for eqn in self._live for n in eqn.reads} | {n for n in self._outputs if isinstance(n, int)}
-            for eqn in eqns:
-                operands = [env[x] if isinstance(x, int) else x.val for x in eqn.inputs]
-                leaves = {j: leaf_of[x] for j, x in enumerate(eqn.inputs) if isinstance(x, int) and x in leaf_of}
-                gradients, more = inner_gradients(eqn, operands, leaves, elements, wanted)
-                unknown |= more
-                self._judged |= set() if more else {*eqn.outputs}
-                for i, changed in gradients:
+            given = [to_device(self._flat[k]) for k in self._inputs]
+            for each in inner_gradients(self._program, given, frozen, wanted):
+                unknown |= each.unknown
+                self._judged |= set() if each.unknown else {*each.eqn.outputs}
+                for i, changed in each.found:
                     answers = [self._follow(numbers) for numbers in changed]
-                    found += [Gradient.of((i,), answers, None)] if any(answers) else []
-        return found, unknown
+                    gradients += [Gradient.of((i,), answers, None)] if any(answers) else []
+        return gradients, unknown
 
     def _follow(self, numbers: set[int]) -> Answer:
         """The trainable parameters and the results that change with values, other than gradients of frozen ones."""

@@ -480,6 +480,14 @@ def in_loop(fun, params, x, y):
     return tree(lambda g: g.mean(0), each)
 
 
+def in_nested_loop(fun, *args):
+    return in_loop(lambda *args: in_loop(fun, *args), *args)
+
+
+def cast_outside_loop(fun, params, x, y):
+    return in_loop(fun, tree(lambda p: p.astype(jnp.bfloat16), params), x, y)
+
+
 def in_branch(fun, *args):
     return jax.lax.cond(jnp.sum(args[1]) < 1e9, fun, lambda params, *_: tree(jnp.zeros_like, params), *args)
 
@@ -512,6 +520,7 @@ def steps_in_loop(leaves):
 RIGHT = {
     "plain": plain,
     "a clip in a loop": lambda: clipped(in_loop, ["head"]),
+    "a clip in a loop in a loop": lambda: clipped(in_nested_loop, ["head"]),
     "a clip in a branch": lambda: clipped(in_branch, ["head"]),
     "a clip in a loop of steps": lambda: steps_in_loop(["head"]),
     "adversarial training": adversarial,
@@ -677,6 +686,8 @@ def frozen_key():
 OF_NORM = {"changed": "a norm", "gradient": "by a norm"}
 LEAKS = {
     "a clip in a loop": (lambda: clipped(in_loop), OF_NORM),
+    "a clip in a loop in a loop": (lambda: clipped(in_nested_loop), OF_NORM),
+    "a clip in a loop after a cast": (lambda: clipped(cast_outside_loop), OF_NORM),
     "a clip in a branch": (lambda: clipped(in_branch), OF_NORM),
     "a clip in a loop of steps": (lambda: steps_in_loop(["base", "head"]), OF_NORM),
     "a clip outside": (lambda: plain(clip(fz.freeze(ADAM, FROZEN))), OF_NORM),

@@ -192,7 +192,8 @@ def carry(
                 return value
             return ANY if its.is_unknown and its.changed else array if its.begins_anew else value
 
-        anew = [array.astype(found[-1][2].dtype) if replaced and found else array for _, array, found in arrays]
+        wanted = [found[-1][2].dtype if replaced and found else array.dtype for _, array, found in arrays]
+        anew = [a if a.dtype == dtype else a.astype(dtype) for (_, a, _), dtype in zip(arrays, wanted, strict=True)]
         each = zip(arrays, anew, carried, strict=True)
         values = [value_of(place, array, value) for (place, _, _), array, value in each]
         return new._replace(state=jax.tree.unflatten(jax.tree.structure(new.state), values))
