@@ -337,7 +337,10 @@ def compare_costs(case: Case, text: str, mine: Any, whole: Any, inputs: Any) -> 
         return
     flops = [f.lower(*x).compile().cost_analysis().get("flops", 0) for f, x in ((mine, inputs), (whole, inputs[1:]))]
     copies = 4 * sum(x.size for x in jax.tree.leaves(inputs[1]))  # of cheap operations of the size of the leaves
-    rows = sum(max(case.leaves[name][0], default=0) for name, mask in spec.items() if not isinstance(mask, bool))
+    axis = max((int(n) for shape in re.findall(r"\[([\d,]+)\]", text) for n in shape.split(",")), default=0)
+    rows = axis * sum(
+        not isinstance(mask, bool) for mask in spec.values()
+    )  # of a value, which may have more than a leaf
     if flops[0] > 1.02 * flops[1] + copies + INDEXING + INDEXING_OF_A_ROW * rows:
         raise WrongError("cost", f"{flops[0]:.0f} FLOPs, and {flops[1]:.0f} of the whole gradient")
 
