@@ -171,13 +171,12 @@ class _Call:
         transposed = self._transposed(perturbed, inputs.others)
         program, outs = transposed.program, transposed.program.outputs[: transposed.outs]
         wanted = self._wanted(transposed, inputs.numbers)
-        of_forward, *of_backward = self._tasks(transposed, wanted)
-        *_, stored = of_backward
+        of_forward, of_backward, stored = self._tasks(transposed, wanted)
         values = Values(program.consts | dict(enumerate([*self.given(inputs), *inputs.others])))
         for task in of_forward:
             task.run(Context(), values)
         found = [Read(x, EVERYTHING).of(values) for x in outs]
-        kept = None if any(inputs.numbers) else (wanted, *of_backward)
+        kept = None if any(inputs.numbers) else (wanted, of_backward, stored)
         return found, (transposed._replace(divided=kept), [values.read(*key) for key in stored])
 
     def backward(self, inputs: _Inputs, residuals: Any, cotangents: Sequence[Any]) -> _Inputs:

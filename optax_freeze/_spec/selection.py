@@ -384,4 +384,5 @@ class DenseMask(_Numbered):
     def indices(self, *array: Any) -> jax.Array:
         # The barrier keeps XLA from evaluating `nonzero` of a constant mask at compile time, which takes minutes.
         mask = jax.lax.optimization_barrier(jnp.asarray(*(array or (self.array,))).ravel())
+        assert self.count is not None
         return numbers_where(~mask, self.count)
