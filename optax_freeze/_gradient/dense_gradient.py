@@ -70,8 +70,8 @@ class DenseGradient:
     def schedule(self, wanted: Sequence[tuple[Any, Region, int]]) -> "Schedule":
         """The tasks that compute the value and these regions of gradients."""
         from optax_freeze._gradient.unknown_derivative import refuse_unknown
-        from optax_freeze._program.schedule import schedule
         from optax_freeze._program.tasks import ALWAYS
+        from optax_freeze._program.walk import schedule
 
         refuse_unknown(self.traced.program, [(number, region) for number, region, _ in wanted])
         value = [(number, EVERYTHING, ALWAYS) for number in self.traced.program.outputs[: self.of_value]]

@@ -249,8 +249,8 @@ def _pair(out: Any) -> tuple[Any, Any]:
 
 def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> list[tuple["Equation", Any]]:
     """Which operations compute or read rows or everything for these regions of values, the last one first."""
-    from optax_freeze._program.schedule import schedule
     from optax_freeze._program.tasks import ALWAYS
+    from optax_freeze._program.walk import schedule
 
     log: list[tuple[Equation, Any]] = []
     with jax.ensure_compile_time_eval():

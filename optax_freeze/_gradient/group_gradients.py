@@ -105,10 +105,10 @@ class GradientOfGroups:
     """
 
     def __init__(self, dense: DenseGradient, spec: GroupSpec) -> None:
-        from optax_freeze._program.tasks import ALWAYS, Context, Read, new_labels  # loads jax.extend: slow
+        from optax_freeze._program.tasks import ALWAYS, Context, Read, new_guards  # loads jax.extend: slow
 
         self._dense, self._spec = dense, spec
-        self._owners = [*new_labels(len(spec.names)), ALWAYS]
+        self._owners = [*new_guards(len(spec.names)), ALWAYS]
         grads, number_of = dict(zip(dense.trains, dense.grads, strict=True)), {i: n for n, i in enumerate(dense.trains)}
         self._grads: list[list[tuple[Any, Region]]] = [
             [(grads[i], region_of_leaf(its, dense.values[i])) for i, its in own.items()] for own in spec.owned
@@ -130,9 +130,9 @@ class GradientOfGroups:
 
     def of_group(self, n: int) -> dict[int, Any]:
         """The gradient of what a group owns of its leaves, computed here; the rest has the number after the last."""
-        label, found = self._owners[n], {}
-        postponed = self._postponed.get(label, ())
-        grads = self._schedule.run_postponed(postponed, self._grads[n], label, self._values, self._context)
+        guard, found = self._owners[n], {}
+        postponed = self._postponed.get(guard, ())
+        grads = self._schedule.run_postponed(postponed, self._grads[n], guard, self._values, self._context)
         for (i, selection), grad in zip(self._spec.owned[n].items(), grads, strict=True):
             leaf = self._dense.values[i]
             grad = jax.tree.unflatten(jax.tree.structure(leaf), [grad])

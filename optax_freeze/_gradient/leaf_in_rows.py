@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_freeze._program.regions import Region, Values, without_elements, zero_outside
-from optax_freeze._program.schedule import LateValue
 from optax_freeze._program.trace import Program, flatten
 from optax_freeze._program.traced_function import as_argument
+from optax_freeze._program.walk import LateValue
 from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import RowSelection

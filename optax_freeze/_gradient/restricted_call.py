@@ -30,10 +30,10 @@ from optax_freeze._program.regions import (
     varies,
     zeros,
 )
-from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
 from optax_freeze._program.trace import Program, is_inexact
 from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced
+from optax_freeze._program.walk import schedule
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.partition import assemble, put_part
 from optax_freeze._spec.selection import RowSelection

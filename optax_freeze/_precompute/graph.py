@@ -9,9 +9,9 @@ from optax_freeze._precompute.inputs import Input
 from optax_freeze._precompute.words import has_values, is_comparable
 from optax_freeze._program.dependence import dependent, known_in_part
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, stored_region
-from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS, Schedule, Task
 from optax_freeze._program.trace import Equation, Program
+from optax_freeze._program.walk import schedule
 
 Key: TypeAlias = tuple[int, Region]
 """A region of a value."""

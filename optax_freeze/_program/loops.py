@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,15 @@ from optax_freeze._program.tasks import (
     Read,
     Schedule,
     Task,
-    joined_label,
-    new_labels,
+    joined_guard,
+    new_guards,
     one_region,
     regions_apart,
 )
 from optax_freeze._program.trace import Equation, flatten
+
+if TYPE_CHECKING:
+    from optax_freeze._program.walk import Walk
 
 _MOST_SEGMENTS = 8
 
@@ -42,7 +45,7 @@ class _Output(NamedTuple):
     region: Region  # of one step
     steps: Rows  # all, if they are known only while the program runs
     written: Region  # of the stacked result
-    label: int
+    guard: int
 
     @property
     def dynamic(self) -> DynamicRows | None:
@@ -51,17 +54,17 @@ class _Output(NamedTuple):
         return self.written if is_dynamic else None  # type: ignore[return-value]
 
 
-def cond(walk: Any, eqn: Equation, found: Branches, wanted: Sequence[Any]) -> bool:
+def cond(walk: "Walk", eqn: Equation, found: Branches, wanted: Sequence[Any]) -> bool:
     """Adds the task of a branch; False if its branches have to be left as they are."""
     if found.by_platform or eqn.has_effects:
         return False
     regions = [one_region(each, aval.shape) for each, aval in zip(wanted, eqn.avals_out, strict=True)]
-    label = joined_label(wanted)
+    guard = joined_guard(wanted)
     programs = [walk.body(branch) for branch in found.programs]
     on_host, available = late_inputs(walk.late, eqn.inputs[1:])
     branches = []
     for program in programs:
-        outs = [(value, r, label) for value, r in zip(program.outputs, regions, strict=True) if r is not None]
+        outs = [(value, r, guard) for value, r in zip(program.outputs, regions, strict=True) if r is not None]
         branches.append(walk.inside(program, outs, on_host, available, walk.decide(eqn)))
     reads = []
     for place, (value, aval) in enumerate(zip(eqn.inputs[1:], eqn.avals_in[1:], strict=True)):
@@ -73,16 +76,16 @@ def cond(walk: Any, eqn: Equation, found: Branches, wanted: Sequence[Any]) -> bo
             values = Values()
             for (place, read), x in zip(reads, operands[1:], strict=True):
                 _pass_on(values, place, read, x)
-            return branch.run(values, context.inside(label))
+            return branch.run(values, context.inside(guard))
 
         return jax.lax.switch(operands[0], [functools.partial(run, branch) for branch in branches])
 
     writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
-    walk.add(Task(eqn, [Read(eqn.inputs[0], EVERYTHING), *(read for _, read in reads)], writes, apply, label))
+    walk.add(Task(eqn, [Read(eqn.inputs[0], EVERYTHING), *(read for _, read in reads)], writes, apply, guard))
     return True
 
 
-def _reads(walk: Any, value: Any, aval: Any, wanted: Collection[Region], is_late: bool) -> list[Any]:
+def _reads(walk: "Walk", value: Any, aval: Any, wanted: Collection[Region], is_late: bool) -> list[Any]:
     """The reads of an operand for what is wanted of it in a step or a branch."""
     if wanted and (is_late or LAZY in wanted):
         return [walk.read(value, LAZY)]
@@ -97,7 +100,7 @@ def _pass_on(values: Values, place: int, read: Any, x: Any) -> None:
         values.write(place, EVERYTHING, x.inside() if isinstance(x, Unread) else x)
 
 
-def scan(walk: Any, eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
+def scan(walk: "Walk", eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
     """Adds the tasks of a loop: one for each segment."""
     if not found.length:
         walk.everything(eqn, wanted, without_rule=False)
@@ -111,17 +114,17 @@ def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int, length: int) ->
     for place, each in enumerate(wanted):
         chosen = regions_apart(each, eqn.avals_out[carried + place].shape)
         if len({region.axis == 0 for region in chosen}) > 1 or any(getattr(r, "is_shifted", False) for r in chosen):
-            chosen = {EVERYTHING: joined_label([each])}
-        for region, label in chosen.items():
+            chosen = {EVERYTHING: joined_guard([each])}
+        for region, guard in chosen.items():
             steps = region if isinstance(region, Rows) and region.axis == 0 else everything
-            found.append(_Output(place, EVERYTHING if region.axis == 0 else region.inside(), steps, region, label))
+            found.append(_Output(place, EVERYTHING if region.axis == 0 else region.inside(), steps, region, guard))
     return found
 
 
 class _PartOfLoop:
     """A ``scan`` of which some results are wanted."""
 
-    def __init__(self, walk: Any, eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
+    def __init__(self, walk: "Walk", eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
         self.walk, self.eqn = walk, eqn
         self.consts, self.carried = found.consts, found.carried
         self.length, self.reverse, self.unroll = found.length, found.reverse, found.unroll
@@ -143,7 +146,7 @@ class _PartOfLoop:
         """Adds the tasks, given what is wanted of the results."""
         last = list(zip(wanted[: self.carried], self.eqn.avals_out, strict=False))
         carry = [one_region(each, aval.shape) for each, aval in last]
-        labels = [joined_label([each]) for each, _ in last]
+        guards = [joined_guard([each]) for each, _ in last]
         segments = self._segments()
         if len(segments) > _MOST_SEGMENTS:
             self.outputs = list(map(_hull, self.outputs))
@@ -161,7 +164,7 @@ class _PartOfLoop:
             )
             earlier = {o for other in segments[:n] for o in other.outputs}
             before = {o: self.walk.program.add(*self._result(o)) for o in segment.outputs if o in earlier}
-            carry, labels = _Segment(self, segment, starts, ends, dict(numbers), before).add(carry, labels)
+            carry, guards = _Segment(self, segment, starts, ends, dict(numbers), before).add(carry, guards)
             numbers |= before
             ends = starts
 
@@ -218,17 +221,17 @@ class _Segment:
         # A step that other devices or examples wait for is not skipped.
         self.waits = any(map(names_axes, self.loop.eqn.effects))
 
-    def add(self, carry: list[Region | None], labels: list[int]) -> tuple[list[Region | None], list[int]]:
-        """Adds the task of the segment; returns what it needs of the carry before it, with labels."""
+    def add(self, carry: list[Region | None], guards: list[int]) -> tuple[list[Region | None], list[int]]:
+        """Adds the task of the segment; returns what it needs of the carry before it, with guards."""
         loop, eqn = self.loop, self.loop.eqn
         first, last = loop.consts, loop.consts + loop.carried
-        self.conditions = self._conditions([*labels, *(o.label for o in self.outputs)])
+        self.conditions = self._conditions([*guards, *(o.guard for o in self.outputs)])
         is_dynamic = all(o in self.conditions for o in self.outputs)
         self.ends_early = not any(carry) and is_dynamic and not eqn.has_effects and not self.waits
-        self.carry, needed, labels = self._fixpoint(carry, labels)
-        self.label = functools.reduce(operator.or_, [*labels, *(o.label for o in self.outputs)], 0)
+        self.carry, needed, guards = self._fixpoint(carry, guards)
+        self.guard = functools.reduce(operator.or_, [*guards, *(o.guard for o in self.outputs)], 0)
         if eqn.has_effects:
-            self.label = ALWAYS
+            self.guard = ALWAYS
         if any(o.written is not EVERYTHING for o in self.outputs):
             loop.walk.record(eqn, "rows")
         self.reads: list[tuple[int, Any]] = []
@@ -246,20 +249,20 @@ class _Segment:
         reads = [*(read for _, read in self.reads), *(Read(number, o.written) for o, number in self.before.items())]
         writes = [(self.ends[k], region) for k, region in enumerate(self.carry) if region is not None]
         writes += [(self.after[o], o.written) for o in self.outputs]
-        loop.walk.add(Task(eqn, reads, writes, self.apply, self.label, self.numbers.count / loop.length))
-        return needed, [self.label] * loop.carried
+        loop.walk.add(Task(eqn, reads, writes, self.apply, self.guard, self.numbers.count / loop.length))
+        return needed, [self.guard] * loop.carried
 
     def _conditions(self, others: Sequence[int]) -> dict[_Output, int]:
-        """The outputs at steps that are known while the program runs, with a label of each set of steps."""
-        dynamic = {o: (o.dynamic, o.label) for o in self.outputs if o.dynamic is not None}
+        """The outputs at steps that are known while the program runs, with a guard of each set of steps."""
+        dynamic = {o: (o.dynamic, o.guard) for o in self.outputs if o.dynamic is not None}
         if self.waits:
             return dict.fromkeys(dynamic, ALWAYS)
         keys = list(dict.fromkeys(dynamic.values()))
-        labels = dict(zip(keys, new_labels(len(keys), others), strict=True))
-        return {o: labels[key] for o, key in dynamic.items()}
+        guards = dict(zip(keys, new_guards(len(keys), others), strict=True))
+        return {o: guards[key] for o, key in dynamic.items()}
 
     def _fixpoint(
-        self, carry: list[Region | None], labels: list[int]
+        self, carry: list[Region | None], guards: list[int]
     ) -> tuple[list[Region | None], list[Region | None], list[int]]:
         """What a step computes of the carry and what it needs of it, the same unless there is one step."""
         loop = self.loop
@@ -268,11 +271,11 @@ class _Segment:
         recorded = len(log)
         while True:
             del log[recorded:]
-            outs = zip(loop.body.outputs[: loop.carried], carry, labels, strict=True)
-            wanted = [(value, region, label) for value, region, label in outs if region is not None]
+            outs = zip(loop.body.outputs[: loop.carried], carry, guards, strict=True)
+            wanted = [(value, region, guard) for value, region, guard in outs if region is not None]
             for o in self.outputs:
-                label = self.conditions.get(o, o.label)
-                wanted.append((loop.body.outputs[loop.carried + o.place], o.region, label))
+                guard = self.conditions.get(o, o.guard)
+                wanted.append((loop.body.outputs[loop.carried + o.place], o.region, guard))
             self.body = loop.walk.inside(loop.body, wanted, loop.on_host, loop.available, loop.marks)
             in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
             if in_each:  # what each step would bring to the device is brought once
@@ -285,22 +288,22 @@ class _Segment:
                 for each, aval in zip(given, loop.eqn.avals_in[loop.consts :], strict=False)
             ]
             if len(self.numbers.numbers) == 1:
-                return carry, needed, labels
+                return carry, needed, guards
             joined = [
                 one_region(dict.fromkeys(r for r in pair if r is not None), shape)
                 for *pair, shape in zip(carry, needed, shapes, strict=True)
             ]
-            found = [label | self._outside(joined_label([each])) for label, each in zip(labels, given, strict=True)]
-            found = [0 if region is None else label for region, label in zip(joined, found, strict=True)]
-            if joined == carry and found == labels:
-                return carry, carry, labels
-            carry, labels = joined, found
+            found = [guard | self._outside(joined_guard([each])) for guard, each in zip(guards, given, strict=True)]
+            found = [0 if region is None else guard for region, guard in zip(joined, found, strict=True)]
+            if joined == carry and found == guards:
+                return carry, carry, guards
+            carry, guards = joined, found
 
-    def _outside(self, label: int) -> int:
-        """A label of a task of a step as one outside of the loop."""
+    def _outside(self, guard: int) -> int:
+        """A guard of a task of a step as one outside of the loop."""
         for output, bit in self.conditions.items():
-            label = label & ~bit | output.label if label >= 0 and label & bit else label
-        return label
+            guard = guard & ~bit | output.guard if guard >= 0 and guard & bit else guard
+        return guard
 
     def apply(self, context: Context, operands: Sequence[Any]) -> Sequence[Any]:
         """Runs the steps."""
@@ -333,11 +336,11 @@ class _Segment:
             steps = {o: o.written.unclamped == i for o in self.conditions}  # type: ignore[attr-defined]
             hits = {o: jnp.any(here) for o, here in steps.items()}
             conditions = {
-                bit: hits[o] if o.label in (ALWAYS, self.label) else hits[o] & context.holds(o.label)
+                bit: hits[o] if o.guard in (ALWAYS, self.guard) else hits[o] & context.holds(o.guard)
                 for o, bit in self.conditions.items()
                 if bit != ALWAYS
             }
-            outs = self.body.run(values, context.inside(self.label, conditions))
+            outs = self.body.run(values, context.inside(self.guard, conditions))
             rows_of = dict(zip(self.outputs, outs[len(outs) - len(self.outputs) :], strict=True))
             new = []
             for o, buffer in zip(buffered, buffers, strict=True):
@@ -396,10 +399,12 @@ def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
     return write(None, buffer) if hit is None else jax.lax.fori_loop(0, hit.astype(jnp.int32), write, buffer)
 
 
-def shard_map(walk: Any, eqn: Equation, found: Mapped, wanted: Sequence[Any]) -> bool:
+def shard_map(walk: "Walk", eqn: Equation, found: Mapped, wanted: Sequence[Any]) -> bool:
     """Adds the task of a ``jax.shard_map`` in which each device reads its shard of arrays in host memory."""
-    on_host, available = late_inputs(walk.late, eqn.inputs)
-    on_host = {place: origins for place, origins in on_host.items() if eqn.inputs[place] in walk.late.on_host}
+    late = walk.late
+    assert late is not None
+    on_host, available = late_inputs(late, eqn.inputs)
+    on_host = {place: origins for place, origins in on_host.items() if eqn.inputs[place] in late.on_host}
     if not on_host or eqn.has_effects:
         return False
     regions = []
@@ -430,5 +435,5 @@ def shard_map(walk: Any, eqn: Equation, found: Mapped, wanted: Sequence[Any]) ->
         return mapped(*(x.as_operand() if isinstance(x, Unread) else x for x in operands))
 
     writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
-    walk.add(Task(eqn, reads, writes, apply, joined_label(wanted)))
+    walk.add(Task(eqn, reads, writes, apply, joined_guard(wanted)))
     return True

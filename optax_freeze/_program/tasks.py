@@ -1,7 +1,7 @@
 """Tasks: the operations of a program, each with the regions that it reads and writes, and their evaluation.
 
-A task may be needed only under a condition of the running program: its label is the set of conditions, as bits, of
-which one must hold. What a task reads is needed at least as often, so all tasks of one label stand in one ``lax.cond``,
+A task may be needed only under a condition of the running program: its guard is the set of conditions, as bits, of
+which one must hold. What a task reads is needed at least as often, so all tasks of one guard stand in one ``lax.cond``,
 and those of larger sets come first.
 """
 
@@ -20,34 +20,34 @@ from optax_freeze._program.regions import EVERYTHING, LAZY, Region, Rows, Unread
 from optax_freeze._program.trace import Equation, Program
 
 ALWAYS = -1
-"""The label of what is always needed."""
+"""The guard of what is always needed."""
 
 
-def new_labels(count: int, others: Iterable[int] = ()) -> list[int]:
-    """Labels of one new condition each, which are no part of the ``others``."""
-    first = max((label.bit_length() for label in others if label != ALWAYS), default=0)
+def new_guards(count: int, others: Iterable[int] = ()) -> list[int]:
+    """Guards of one new condition each, which are no part of the ``others``."""
+    first = max((guard.bit_length() for guard in others if guard != ALWAYS), default=0)
     return [1 << (first + i) for i in range(count)]
 
 
 Wanted: TypeAlias = dict[Region, int]
-"""The wanted regions of a value, and the label of each."""
+"""The wanted regions of a value, and the guard of each."""
 
 
-def joined_label(wanted: Sequence[Wanted]) -> int:
-    """The label of a task that computes all that is wanted."""
-    return functools.reduce(operator.or_, [label for each in wanted for label in each.values()], 0)
+def joined_guard(wanted: Sequence[Mapping[Region, int]]) -> int:
+    """The guard of a task that computes all that is wanted."""
+    return functools.reduce(operator.or_, [guard for each in wanted for guard in each.values()], 0)
 
 
 def regions_apart(wanted: Wanted, shape: Sequence[int]) -> dict[Region, int]:
-    """:func:`covering` for each label on its own; where regions of different labels overlap, they stay together."""
-    labels = {label: [region for region, other in wanted.items() if other == label] for label in wanted.values()}
-    apart = [(region, label) for label, regions in labels.items() for region in covering(regions, shape)]
-    if len(labels) == 1 or not overlap([region for region, _ in apart], shape):
+    """:func:`covering` for each guard on its own; where regions of different guards overlap, they stay together."""
+    guards = {guard: [region for region, other in wanted.items() if other == guard] for guard in wanted.values()}
+    apart = [(region, guard) for guard, regions in guards.items() for region in covering(regions, shape)]
+    if len(guards) == 1 or not overlap([region for region, _ in apart], shape):
         return dict(apart)
     together = covering(list(wanted), shape)
     if len(together) > 1 and all(region in wanted for region in together):
         return {region: wanted[region] for region in together}
-    return dict.fromkeys(together, joined_label([wanted]))
+    return dict.fromkeys(together, joined_guard([wanted]))
 
 
 def overlap(regions: Sequence[Region], shape: Sequence[int]) -> bool:
@@ -93,34 +93,34 @@ class Read(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The conditions that hold while tasks run, by their bits; tasks of the ``label`` run anyway."""
+    """The conditions that hold while tasks run, by their bits; tasks of the ``guard`` run anyway."""
 
     conditions: Mapping[int, Any] = MappingProxyType({})
-    label: int = ALWAYS
+    guard: int = ALWAYS
 
-    def holds(self, label: int) -> Any:
-        """Whether one of the conditions of a label holds."""
-        return self.each_holds([label])[label]
+    def holds(self, guard: int) -> Any:
+        """Whether one of the conditions of a guard holds."""
+        return self.each_holds([guard])[guard]
 
-    def each_holds(self, labels: Iterable[int]) -> dict[int, Any]:
-        """:meth:`holds` for several labels; each begins with the largest one that it contains."""
+    def each_holds(self, guards: Iterable[int]) -> dict[int, Any]:
+        """:meth:`holds` for several guards; each begins with the largest one that it contains."""
         found: dict[int, Any] = {}
-        for label in sorted(labels, key=int.bit_count):
-            largest = next((each for each in reversed(found) if each | label == label), 0)
-            others = [self.conditions[bit] for bit in _bits(label & ~largest) if bit in self.conditions]
-            found[label] = functools.reduce(jnp.logical_or, [*([found[largest]] if largest else []), *others])
+        for guard in sorted(guards, key=int.bit_count):
+            largest = next((each for each in reversed(found) if each | guard == guard), 0)
+            others = [self.conditions[bit] for bit in _bits(guard & ~largest) if bit in self.conditions]
+            found[guard] = functools.reduce(jnp.logical_or, [*([found[largest]] if largest else []), *others])
         return found
 
-    def inside(self, label: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
-        """The context of tasks within a task of this label."""
-        return Context({**self.conditions, **conditions} if conditions else self.conditions, label)
+    def inside(self, guard: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
+        """The context of tasks within a task of this guard."""
+        return Context({**self.conditions, **conditions} if conditions else self.conditions, guard)
 
 
-def _bits(label: int) -> Iterator[int]:
-    """The conditions of a label."""
-    while label:
-        yield label & -label
-        label &= label - 1
+def _bits(guard: int) -> Iterator[int]:
+    """The conditions of a guard."""
+    while guard:
+        yield guard & -guard
+        guard &= guard - 1
 
 
 class Task(NamedTuple):
@@ -130,7 +130,7 @@ class Task(NamedTuple):
     reads: Sequence[Any]  # Read or LateRead, or None
     writes: Sequence[tuple[int, Region] | None]
     apply: Callable[[Context, Sequence[Any]], Sequence[Any]]
-    label: int
+    guard: int
     share: float = 1.0  # of the operation
 
     def run(self, context: Context, values: Values) -> None:
@@ -162,7 +162,7 @@ class Schedule(NamedTuple):
 
     program: Program
     tasks: Sequence[Task]
-    given: Mapping[int, Mapping[Region, int]]  # of inputs and constants: regions and their labels
+    given: Mapping[int, Mapping[Region, int]]  # of inputs and constants: regions and their guards
     outputs: Sequence[tuple[Any, Region]]
 
     def of(self, outputs: Sequence[tuple[Any, Region]]) -> "Schedule":
@@ -195,51 +195,51 @@ class Schedule(NamedTuple):
         sets: dict[int, list[Task]] = {}
         for i, task in enumerate(self.tasks):
             if i not in postponed:
-                sets.setdefault(ALWAYS if task.label & context.label == context.label else task.label, []).append(task)
+                sets.setdefault(ALWAYS if task.guard & context.guard == context.guard else task.guard, []).append(task)
         _run_all(sets.pop(ALWAYS, []), values, context, kept if not sets else None)
-        read_by: dict[int, set[int]] = {}  # the labels of the tasks that read a value
-        for label, tasks in sets.items():
+        read_by: dict[int, set[int]] = {}  # the guards of the tasks that read a value
+        for guard, tasks in sets.items():
             for number in {number for task in tasks for number in task.read_numbers}:
-                read_by.setdefault(number, set()).add(label)
+                read_by.setdefault(number, set()).add(guard)
         conditions, after = context.each_holds(sets), {}
-        for label in sorted(sets, key=lambda label: -label.bit_count()):
-            tasks = sets[label]
+        for guard in sorted(sets, key=lambda guard: -guard.bit_count()):
+            tasks = sets[guard]
             written = {number for task in tasks for number in task.written_numbers}
-            outside = {number for number in written if number in kept or read_by.get(number, set()) - {label}}
-            has_run = _run_if(conditions[label], tasks, values, context.inside(label), outside)
-            is_read = has_run != conditions[label]
+            outside = {number for number in written if number in kept or read_by.get(number, set()) - {guard}}
+            has_run = _run_if(conditions[guard], tasks, values, context.inside(guard), outside)
+            is_read = has_run != conditions[guard]
             for number in {number for task in tasks for number in task.read_numbers}:
                 if number < self.program.num_inputs:
                     after[number] = after[number] | is_read if number in after else is_read
         return after
 
     def postponable(self, inputs: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
-        """For each label the tasks whose results no other task reads first, and that read only these of the inputs."""
-        needed: dict[int, set[int]] = {label: set() for label in inputs}
-        found: dict[int, list[int]] = {label: [] for label in inputs}
+        """For each guard the tasks whose results no other task reads first, and that read only these of the inputs."""
+        needed: dict[int, set[int]] = {guard: set() for guard in inputs}
+        found: dict[int, list[int]] = {guard: [] for guard in inputs}
         for i in reversed(range(len(self.tasks))):
-            label, task = self.tasks[i].label, self.tasks[i]
-            if label not in inputs:
+            guard, task = self.tasks[i].guard, self.tasks[i]
+            if guard not in inputs:
                 continue
-            own = all(number >= self.program.num_inputs or number in inputs[label] for number in task.read_numbers)
-            if own and needed[label].isdisjoint(task.written_numbers):
-                found[label].append(i)
+            own = all(number >= self.program.num_inputs or number in inputs[guard] for number in task.read_numbers)
+            if own and needed[guard].isdisjoint(task.written_numbers):
+                found[guard].append(i)
             else:
-                needed[label].update(task.read_numbers)
-        return {label: positions[::-1] for label, positions in found.items()}
+                needed[guard].update(task.read_numbers)
+        return {guard: positions[::-1] for guard, positions in found.items()}
 
     def run_postponed(
         self,
         postponed: Sequence[int],
         outputs: Sequence[tuple[Any, Region]],
-        label: int,
+        guard: int,
         values: Values,
         context: Context,
     ) -> list[Any]:
-        """Evaluates the tasks of a label at these positions, and returns regions of values that they compute."""
+        """Evaluates the tasks of a guard at these positions, and returns regions of values that they compute."""
         tasks = [self.tasks[i] for i in postponed]
         inside = _inside(tasks, values, outputs)
-        _run_all(tasks, inside, context.inside(label), None)
+        _run_all(tasks, inside, context.inside(guard), None)
         return [Read(*output).of(inside) for output in outputs]
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_freeze._program.residuals import program_of
+from optax_freeze._program.recompute import program_of
 from optax_freeze._program.trace import Program
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.sharding import explicit_sharding

@@ -14,7 +14,7 @@ from conftest import assert_equal_up_to_rounding, programs
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_freeze as fz
-from optax_freeze._program import by_row
+from optax_freeze._program import host_lookups
 
 LAYERS, WIDTH = 4, 6
 STACKED = ("up", "down", "scale", "lora_a", "lora_b")
@@ -406,7 +406,7 @@ class TestExperts:
 
     @pytest.mark.parametrize(("loop", "at_once"), [(True, 512), (False, 2)], ids=["scan", "one layer"])
     def test_the_gradient_of_the_device(self, loop, at_once, monkeypatch):
-        monkeypatch.setattr(by_row, "_MOST_TOKENS", at_once)
+        monkeypatch.setattr(host_lookups, "_MOST_TOKENS", at_once)
         step = fz.value_and_grad(functools.partial(self.loss, loop=loop), self.FROZEN)
         tree = self.tree() if loop else self.tree() | {name: self.tree()[name][0] for name in ("up", "down")}
         host = fz.offload(tree, self.FROZEN, min_bytes=0)

@@ -10,9 +10,9 @@ from jax import lax
 
 from optax_freeze._program.dependence import depends_on
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values
-from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS
 from optax_freeze._program.trace import flatten
+from optax_freeze._program.walk import schedule
 
 RAN = []  # the steps that ran, in order
 X = jnp.sin(jnp.arange(24.0)).reshape(8, 3)

@@ -14,9 +14,9 @@ from operation_cases import MESH, TABLE, W, ints
 
 from optax_freeze._program.operations import ELEMENTWISE, RULES
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values, is_whole
-from optax_freeze._program.schedule import schedule
 from optax_freeze._program.tasks import ALWAYS
 from optax_freeze._program.trace import flatten
+from optax_freeze._program.walk import schedule
 
 INEXACT = {"qr", "dot_general", "ragged_dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "cumlogsumexp"}
 

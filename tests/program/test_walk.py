@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values, covering, is_scattered, is_whole
-from optax_freeze._program.schedule import schedule
-from optax_freeze._program.tasks import ALWAYS, Context, new_labels, one_region
+from optax_freeze._program.tasks import ALWAYS, Context, new_guards, one_region
 from optax_freeze._program.trace import flatten
+from optax_freeze._program.walk import schedule
 
 W = jnp.sin(jnp.arange(24.0)).reshape(6, 4)
 RAN = []
@@ -26,20 +26,20 @@ def program_of(fun, *operands):
     return flatten(jax.make_jaxpr(fun)(*operands))
 
 
-def asked(program, *regions_and_labels):
-    return [(v, region, label) for v, (region, label) in zip(program.outputs, regions_and_labels, strict=True)]
+def asked(program, *regions_and_guards):
+    return [(v, region, guard) for v, (region, guard) in zip(program.outputs, regions_and_guards, strict=True)]
 
 
 def names(tasks):
     return [task.eqn.primitive.name for task in tasks]
 
 
-class TestLabels:
-    def run(self, fun, operands, labels, holds, regions=None):
+class TestGuards:
+    def run(self, fun, operands, guards, holds, regions=None):
         """The results if these conditions hold, and the number of conditions in the program."""
         program = program_of(fun, *operands)
-        regions = regions or [EVERYTHING] * len(labels)
-        found = schedule(program, asked(program, *zip(regions, labels, strict=True)))
+        regions = regions or [EVERYTHING] * len(guards)
+        found = schedule(program, asked(program, *zip(regions, guards, strict=True)))
 
         def run(operands, holds):
             return found.run(Values(dict(enumerate(operands))), Context(holds))
@@ -57,14 +57,14 @@ class TestLabels:
             one, other = noted("one", jnp.sin(both)), noted("other", both + 1)
             return one, jnp.cos(one), other, noted("always", w + 3)
 
-        a, b = new_labels(2)
-        labels = [a, a, b, ALWAYS]
-        outs, conditions, ran = self.run(fun, [W], labels, dict(zip([a, b], map(jnp.array, holds), strict=True)))
+        a, b = new_guards(2)
+        guards = [a, a, b, ALWAYS]
+        outs, conditions, ran = self.run(fun, [W], guards, dict(zip([a, b], map(jnp.array, holds), strict=True)))
         needed = {"one": holds[0], "other": holds[1], "both": any(holds), "always": True}
         assert ran == sorted(name for name, is_needed in needed.items() if is_needed)
         assert conditions == 3  # of a, b, and both
-        for out, expected, label in zip(outs, fun(W), labels, strict=True):
-            skipped = {a: not holds[0], b: not holds[1]}.get(label, False)
+        for out, expected, guard in zip(outs, fun(W), guards, strict=True):
+            skipped = {a: not holds[0], b: not holds[1]}.get(guard, False)
             np.testing.assert_allclose(out, expected * (not skipped), rtol=1e-6)
 
     @pytest.mark.parametrize("holds", [(True, False), (False, True), (True, True)])
@@ -77,7 +77,7 @@ class TestLabels:
 
             return lax.scan(body, x[0], x)[1]
 
-        a, b = new_labels(2)
+        a, b = new_guards(2)
         regions, counts = {
             "known": ([Rows(0, [1, 2]), Rows(0, [2, 3])], (2, 2)),
             "dynamic": ([DynamicRows(0, jnp.array([1, 4])), DynamicRows(0, jnp.array([2]))], (2, 1)),
@@ -256,7 +256,7 @@ class TestFlatten:
         assert [*program.consts.values()] == [W] or program.consts == {}
         assert "called" in str(program.eqns[0].source.name_stack)
         assert "scope" in str(program.eqns[0].source.name_stack)
-        assert "test_schedule.py" in program.eqns[0].line
+        assert "test_walk.py" in program.eqns[0].line
 
     def test_calls_of_donated_or_sharded_arrays_are_not_entered(self):
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])

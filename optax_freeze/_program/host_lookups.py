@@ -19,7 +19,7 @@ _MOST_TOKENS = 512
 """The most rows of the left operand that are multiplied by an expert at once."""
 
 
-def operand_by_row(eqn: Equation) -> tuple[int, Callable[..., jax.Array]] | None:
+def host_lookup(eqn: Equation) -> tuple[int, Callable[..., jax.Array]] | None:
     """Which operand an operation reads row by row, and how it is applied if this operand is unread."""
     if eqn.primitive is jax.lax.gather_p and _is_lookup(eqn):
         axes = _axes(eqn)

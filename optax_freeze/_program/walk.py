@@ -12,12 +12,13 @@ import numpy as np
 
 from optax_freeze._jax_internals import Branches, Loop, Mapped, inside
 from optax_freeze._program import loops
-from optax_freeze._program.by_row import operand_by_row
 from optax_freeze._program.decisions import decisive
 from optax_freeze._program.dependence import Known
-from optax_freeze._program.fusions import Fusions
+from optax_freeze._program.host_lookups import host_lookup
 from optax_freeze._program.late import Late, Origins, part_of
+from optax_freeze._program.materialized import Materialized
 from optax_freeze._program.operations import Computation, Cost, computation, is_cheap, rule_of
+from optax_freeze._program.recompute import program_of
 from optax_freeze._program.regions import (
     EVERYTHING,
     LAZY,
@@ -31,14 +32,13 @@ from optax_freeze._program.regions import (
     is_whole,
     without_elements,
 )
-from optax_freeze._program.residuals import program_of
 from optax_freeze._program.tasks import (
     ALWAYS,
     Read,
     Schedule,
     Task,
     Wanted,
-    joined_label,
+    joined_guard,
     one_region,
     overlap,
     regions_apart,
@@ -61,7 +61,7 @@ def schedule(
     known: Known | None = None,
     deciding: Collection[Any] = (),
 ) -> Schedule:
-    """The tasks that compute these regions of values, each with its label.
+    """The tasks that compute these regions of values, each with its guard.
 
     Args:
       late: the values that are computed where they are read, by default from the inputs in host memory.
@@ -75,7 +75,7 @@ def schedule(
         origins = {number: frozenset({(number, False)}) for number in program.on_host}
         late = Late(program, origins, range(program.num_inputs), decides)
     walk = Walk(program, log, late, is_late, known, decides)
-    wanted = [(*walk.operand(value, region), label) for value, region, label in outputs]
+    wanted = [(*walk.operand(value, region), guard) for value, region, guard in outputs]
     for each in wanted:
         walk.want(*each)
     walk.run()
@@ -100,19 +100,19 @@ class Walk:
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
         self.completed: set[int] = set()  # of which everything is computed, though not all is wanted
-        self.fused = Fusions(self.program)
+        self.materialized = Materialized(self.program)
 
     def operand(self, value: Any, region: Region) -> tuple[Any, Region]:
         """A region of a value; of one without elements nothing is computed."""
         empty = without_elements(region, self.program.avals[value]) if isinstance(value, int) else None
         return (value, region) if empty is None else (empty, EVERYTHING)
 
-    def want(self, value: Any, region: Region, label: int) -> None:
+    def want(self, value: Any, region: Region, guard: int) -> None:
         """Adds a region to those wanted of a value; literals are known."""
         if isinstance(value, int):
             aval = self.program.avals[value]
             shape = getattr(aval, "shape", ())
-            is_cuttable = label == ALWAYS and region.axis >= 0 and self.known is None and not self.is_late
+            is_cuttable = guard == ALWAYS and region.axis >= 0 and self.known is None and not self.is_late
             is_cuttable &= self.late is None or value not in self.late
             if aval is not None and is_whole(region, shape):
                 region = EVERYTHING
@@ -123,7 +123,7 @@ class Walk:
             if not is_cut or (region is LAZY and not self.is_late and (self.late is None or value not in self.late)):
                 region = EVERYTHING
             wanted = self.wanted.setdefault(value, {})
-            wanted[region] = wanted.get(region, 0) | label
+            wanted[region] = wanted.get(region, 0) | guard
 
     def record(self, eqn: Equation, extent: Any) -> None:
         """Adds to the log that "rows" or "everything" is computed, or (an input in host memory, whether by rows)."""
@@ -136,7 +136,7 @@ class Walk:
         self.tasks.append(task)
         for read in task.reads:
             for value, region in () if read is None else read.wanted:
-                self.want(value, region, task.label)
+                self.want(value, region, task.guard)
             if isinstance(read, LateRead) and self.late is not None and read.read.region is not LAZY:
                 for value, region in reversed(read.wanted):
                     for number, by_rows in self.late.on_host.get(value, ()):
@@ -202,7 +202,7 @@ class Walk:
                 continue
             if not self.completed.isdisjoint(eqn.outputs):
                 self.record(eqn, "everything")
-            if (self._slices(eqn) if self.is_late else self._by_row(eqn, wanted)) or self._enters(eqn, wanted):
+            if (self._slices(eqn) if self.is_late else self._looks_up(eqn, wanted)) or self._enters(eqn, wanted):
                 continue
             if len(wanted) == 1 or (is_cheap(eqn) and (self.known is None or self._is_in_part(eqn))):
                 for place in reversed(range(len(wanted))):
@@ -210,9 +210,9 @@ class Walk:
             else:
                 self._several(eqn, wanted)
 
-    def _by_row(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
+    def _looks_up(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
         """Adds the task of a lookup or a product with experts that are in host memory; only the rows used are read."""
-        if self.late is None or (found := operand_by_row(eqn)) is None:
+        if self.late is None or (found := host_lookup(eqn)) is None:
             return False
         place, apply = found
         if not self.has_rows(eqn.inputs[place], is_in_blocks):
@@ -226,7 +226,7 @@ class Walk:
         def applied(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
             return [apply(eqn, operands)] if isinstance(operands[place], Unread) else eqn.bind_all(*operands)
 
-        self.add(Task(eqn, reads, [(eqn.outputs[0], EVERYTHING)], applied, joined_label(wanted)))
+        self.add(Task(eqn, reads, [(eqn.outputs[0], EVERYTHING)], applied, joined_guard(wanted)))
         return True
 
     def _enters(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
@@ -254,7 +254,7 @@ class Walk:
         shape = getattr(eqn.avals_out[place], "shape", ())
         chosen = regions_apart(wanted, shape)
         in_part = self._is_in_part(eqn)
-        is_stored = EVERYTHING in wanted and self.fused.is_stored(eqn.outputs[place]) and not in_part
+        is_stored = EVERYTHING in wanted and self.materialized.is_stored(eqn.outputs[place]) and not in_part
         decides = eqn.outputs[place] in self.decisive and not in_part
         is_static = all(isinstance(region, Rows) for region in wanted)
         is_few = len(wanted) <= _MOST_REPEATS or (is_static and not overlap(list(wanted), shape))
@@ -265,15 +265,15 @@ class Walk:
             or any(is_scattered(region, shape) for region in chosen)
             or self._everything_is_as_cheap(eqn, chosen, shape)
         ):
-            chosen = {EVERYTHING: joined_label([wanted])}
+            chosen = {EVERYTHING: joined_guard([wanted])}
         part = self._from_rows(eqn, place) if in_part and EVERYTHING in chosen else None
-        for region, label in chosen.items():
+        for region, guard in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
             found = part if part is not None and region is EVERYTHING else computation(eqn, regions)
             if found is not None:
-                self._compute(eqn, found, regions, label)
+                self._compute(eqn, found, regions, guard)
             elif region is EVERYTHING:
-                self.everything(eqn, [{region: label}], without_rule=False)
+                self.everything(eqn, [{region: guard}], without_rule=False)
             else:
                 self.everything(eqn, [wanted], without_rule=True)
                 return
@@ -307,15 +307,15 @@ class Walk:
         regions = [
             one_region(each, getattr(aval, "shape", ())) for each, aval in zip(wanted, eqn.avals_out, strict=True)
         ]
-        label = joined_label(wanted)
+        guard = joined_guard(wanted)
         partial = any(region not in (None, EVERYTHING) for region in regions)
         found = computation(eqn, regions)
         if found is None:
             self.everything(eqn, wanted, without_rule=partial)
         else:
-            self._compute(eqn, found, found.outputs or regions, label)
+            self._compute(eqn, found, found.outputs or regions, guard)
 
-    def _compute(self, eqn: Equation, found: Any, regions: Sequence[Region | None], label: int) -> None:
+    def _compute(self, eqn: Equation, found: Any, regions: Sequence[Region | None], guard: int) -> None:
         if any(region not in (None, EVERYTHING) for region in regions):
             self.record(eqn, "rows")
         reads = [None if r is None else Read(v, r) for v, r in zip(eqn.inputs, found.regions, strict=True)]
@@ -323,7 +323,7 @@ class Walk:
 
         shares = [0.0 if r is None else r.share(v.shape) for r, v in zip(regions, eqn.avals_out, strict=True)]
         apply = lambda _, operands: found.apply(*operands)  # noqa: E731
-        self.add(Task(eqn, reads, writes, apply, label, max(shares, default=1.0)))
+        self.add(Task(eqn, reads, writes, apply, guard, max(shares, default=1.0)))
 
     def everything(self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool) -> None:
         """The task that computes all of an equation; ``without_rule`` although less is wanted."""
@@ -331,14 +331,14 @@ class Walk:
             self.record(eqn, "everything")
         reads = [Read(value, EVERYTHING) for value in eqn.inputs]
         writes = [(number, EVERYTHING) for number in eqn.outputs]
-        label = ALWAYS if eqn.has_effects else joined_label(wanted)
+        guard = ALWAYS if eqn.has_effects else joined_guard(wanted)
 
         def apply(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
             out = eqn.bind_all(*operands)
             # XLA's compiler for CPUs makes a sort of a `top_k` whose result is cut.
             return jax.lax.optimization_barrier(out) if without_rule and eqn.primitive is jax.lax.top_k_p else out
 
-        self.add(Task(eqn, reads, writes, apply, label))
+        self.add(Task(eqn, reads, writes, apply, guard))
 
 
 def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:

@@ -12,7 +12,7 @@ from optax_freeze._program.trace import Program
 _ELEMENTWISE = (Cost.COPY, Cost.ELEMENTWISE)
 
 
-class Fusions:
+class Materialized:
     """What a compiler fuses: elementwise operations into the product before them, if nothing else reads it."""
 
     def __init__(self, program: Program) -> None:
