@@ -309,7 +309,7 @@ _BY_FILE = {
         ("{eqn.outputs[k] for k in places}", "set()", "-k 'clip and loop'"),
         ("any(_is_mixed(program, n, outs) for", "any(False for", "-k shard_map"),
         ("if not mark & 3:", "if False:", "-k cast"),
-        ("*(numbers - own)", "*own", "-k 'clip and loop'"),
+        ("*(numbers - {*own})", "*own", "-k 'clip and loop'"),
     ],
     ("_audit/program.py", "tests/audit/test_steps.py"): [
         ("{*self._unknown} - self._judged", "self._unknown", "-k 'clip and loop'"),

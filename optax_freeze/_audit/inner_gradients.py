@@ -156,18 +156,19 @@ def _of_step(
     inside_of_it = [*inner_gradients(program, given, frozen, outs)]
     judged = {n for inner in inside_of_it if not inner.unknown for n in inner.eqn.outputs}
     unknown = any(_is_mixed(program, n, outs) for n in {*ends} - {*owned} - judged)
-    for n, m in owned.items():
-        if m in frozen:
-            assert given is not None
-            after = [out for out in outs if out in reached_from(program, n)]
-            readers = Readers(program, {n: frozen[m].elements}, after, [np.asarray(False)] * len(after))
-            differ = np.any(readers.counts(given)([n], range(len(CHANGES[:4]))), axis=-1)
-            found.append((frozen[m].leaf, [{outs[out] for out in compress(after, row)} for row in differ]))
-    own = {n for n, m in owned.items() if m in frozen}
+    own = {n: frozen[m] for n, m in owned.items() if m in frozen}
+    if own and given is not None:
+        after = [out for out in outs if out in reached_from(program, *own)]
+        elements = {n: each.elements for n, each in own.items()}
+        counts = Readers(program, elements, after, [np.asarray(False)] * len(after)).counts(given)
+        changes = range(len(CHANGES[:4]))
+        for n, each in own.items() if counts([*own], changes).any() else ():
+            differ = np.any(counts([n], changes), axis=-1)
+            found.append((each.leaf, [{outs[out] for out in compress(after, row)} for row in differ]))
     for inner in inside_of_it:
         unknown |= inner.unknown
         for i, changed in inner.found:
-            after = [reached_from(program, *(numbers - own)) for numbers in changed]
+            after = [reached_from(program, *(numbers - {*own})) for numbers in changed]
             found.append((i, [{k for out, k in outs.items() if out in each} for each in after]))
     return found, unknown
 
