@@ -335,8 +335,11 @@ class Walk:
 
         def apply(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
             out = eqn.bind_all(*operands)
-            # XLA's compiler for CPUs makes a sort of a `top_k` whose result is cut.
-            return jax.lax.optimization_barrier(out) if without_rule and eqn.primitive is jax.lax.top_k_p else out
+            if without_rule and eqn.primitive is jax.lax.top_k_p:
+                # XLA's compiler for CPUs makes a sort of a `top_k` whose result is cut. One barrier for both results
+                # crashes it where they are sharded.
+                return [*map(jax.lax.optimization_barrier, out)]
+            return out
 
         self.add(Task(eqn, reads, writes, apply, guard))
 

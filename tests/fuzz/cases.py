@@ -78,6 +78,11 @@ def largest_of_some_rows(p, x):
     return total(lax.top_k(p["a"] * p["a"] + 0.3 * p["a"], 1)[0])
 
 
+def largest_of_sharded_rows(p, x):
+    rows = lax.with_sharding_constraint(p["a"], jax.NamedSharding(mesh(), jax.P(None, "d")))
+    return total(jnp.sort(lax.top_k(rows, 2)[0], axis=0))
+
+
 def empty_piece(p, x):
     return total(*jnp.split(jnp.concatenate([p["a"], p["a"]]), [0]))
 
@@ -132,6 +137,9 @@ CASES = {
         dict.fromkeys("abc", ((64,), "float32")),
         lambda n: {"a": False, "b": fz.rows(n), "c": False},
         ((0,),),
+    ),
+    "the largest of sharded rows": Case(
+        largest_of_sharded_rows, {"a": ((64, 64), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((31, 59),), how="quick"
     ),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
 }
