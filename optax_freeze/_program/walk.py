@@ -116,7 +116,7 @@ class Walk:
             is_cuttable &= self.late is None or value not in self.late
             if aval is not None and is_whole(region, shape):
                 region = EVERYTHING
-            elif is_cuttable and _NEARLY_WHOLE < region.share(shape) < 1:
+            elif is_cuttable and region.share(shape) > _NEARLY_WHOLE:
                 self.completed.add(value)
                 region = EVERYTHING
             is_cut = self.known is None or value in self.known.in_part or region is LAZY

@@ -91,6 +91,11 @@ def vectors(p, x):
     return total(*[p["a"] + p["a"]] * 3)
 
 
+def pieces_of_fewer_rows(p, x):
+    pieces = [p["a"][i : i + 2] for i in range(0, 8, 2)]
+    return total(*(jnp.tanh(jnp.tanh(piece @ p["b"]) @ p["b"]) for piece in pieces))
+
+
 CASES = {
     "a float counter": Case(float_counter, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
     "keys of rbg": Case(keys_of_rbg, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
@@ -137,6 +142,12 @@ CASES = {
         dict.fromkeys("abc", ((64,), "float32")),
         lambda n: {"a": False, "b": fz.rows(n), "c": False},
         ((0,),),
+    ),
+    "pieces of fewer rows": Case(
+        pieces_of_fewer_rows,
+        {"a": ((8, 64), "float32"), "b": ((64, 64), "float32")},
+        lambda n: {"a": ~fz.rows(n), "b": True},
+        ((0, 1, 2, 4, 5, 7),),
     ),
     "the largest of sharded rows": Case(
         largest_of_sharded_rows, {"a": ((64, 64), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((31, 59),), how="quick"

@@ -55,6 +55,18 @@ def test_an_operation_of_jax_numpy_has_the_line_that_calls_it():
     assert lines == {str(start + 1), str(start + 2)}
 
 
+def test_dynamic_rows_that_are_read_one_by_one():
+    def one_by_one(params):
+        rows = [params["out"][i] for i in range(4)]
+        return sum(jnp.sum(jnp.tanh(row @ jnp.ones((4, 4)))) for row in rows)
+
+    params, rows = {"out": PARAMS["out"]}, jnp.array([0, 3])
+    [dynamic] = fz.explain(one_by_one, params, {"out": ~fz.rows(rows)}).rows
+    [static] = fz.explain(one_by_one, params, {"out": ~fz.rows([0, 3])}).rows
+    assert dynamic.merged is not None
+    assert static.merged is None
+
+
 def test_of_shapes():
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     of_shapes = fz.explain(loss, params, FROZEN, jax.ShapeDtypeStruct((2,), jnp.int32), power=3)
