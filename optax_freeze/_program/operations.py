@@ -365,11 +365,15 @@ def pad(eqn: Equation, region: Any) -> Any:
         if not size:
             return [None, EVERYTHING], lambda x, value: jnp.broadcast_to(value, region.shape(eqn.avals_out[0].shape))
 
+        inner = region.shifted(-low).clamped(size)
+        all_are_there = region.count >= size  # a piece of fewer rows is computed whole
+
         def select(x: Any, value: Any) -> Any:
-            x, i = eqn.bind(x, value, padding_config=others), region.indices - low
+            x = eqn.bind(inner.take(x) if all_are_there else x, value, padding_config=others)
+            i = region.indices - low
             return jnp.where(_where_rows((i >= 0) & (i < size), x.ndim, axis), x, value)
 
-        return [region.shifted(-low).clamped(size), EVERYTHING], select
+        return [EVERYTHING if all_are_there else inner, EVERYTHING], select
     found, rest = np.divmod(region.numbers - low, between + 1)
     valid = (rest == 0) & (found >= 0) & (found < size)
     positions = np.flatnonzero(valid)

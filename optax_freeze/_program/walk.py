@@ -116,7 +116,7 @@ class Walk:
             is_cuttable &= self.late is None or value not in self.late
             if aval is not None and is_whole(region, shape):
                 region = EVERYTHING
-            elif is_cuttable and region.share(shape) > _NEARLY_WHOLE:
+            elif is_cuttable and _NEARLY_WHOLE < region.share(shape) < 1:
                 self.completed.add(value)
                 region = EVERYTHING
             is_cut = self.known is None or value in self.known.in_part or region is LAZY
@@ -317,7 +317,8 @@ class Walk:
 
     def _compute(self, eqn: Equation, found: Any, regions: Sequence[Region | None], guard: int) -> None:
         if any(region not in (None, EVERYTHING) for region in regions):
-            self.record(eqn, "rows")
+            is_whole_piece = eqn.primitive is jax.lax.pad_p and found.regions[0] is EVERYTHING
+            self.record(eqn, "everything" if is_whole_piece else "rows")
         reads = [None if r is None else Read(v, r) for v, r in zip(eqn.inputs, found.regions, strict=True)]
         writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
 
