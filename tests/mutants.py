@@ -312,7 +312,7 @@ _BY_FILE = {
         ("*(numbers - {*own})", "*own", "-k 'clip and loop'"),
     ],
     ("_audit/program.py", "tests/audit/test_steps.py"): [
-        ("{*self._unknown} - self._judged", "self._unknown", "-k 'clip and loop'"),
+        ("{*self._unknown} - judged", "self._unknown", "-k 'clip and loop'"),
         (" & ~self._zeros[n]", "", "tests/gradient/test_freeze_loss.py -k 'no_leak and rows-grad'"),
         (
             "if not by_nan <= by_size or any(",

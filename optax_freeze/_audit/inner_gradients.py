@@ -158,7 +158,8 @@ def _of_step(
     unknown = any(_is_mixed(program, n, outs) for n in {*ends} - {*owned} - judged)
     own = {n: frozen[m] for n, m in owned.items() if m in frozen}
     if own and given is not None:
-        after = [out for out in outs if out in reached_from(program, *own)]
+        changing = reached_from(program, *own)
+        after = [out for out in outs if out in changing]
         elements = {n: each.elements for n, each in own.items()}
         counts = Readers(program, elements, after, [np.asarray(False)] * len(after)).counts(given)
         changes = range(len(CHANGES[:4]))

@@ -39,7 +39,8 @@ class StepProgram:
     Attributes:
       flops: of a step.
       has_backward: whether there is a backward pass.
-      inner: the gradients that loops and branches compute, and whether others may be there that are not known.
+      inner: the gradients that loops and branches compute, whether others may be there that are not known, and the
+        results of those loops and branches of which all gradients are known.
       ambiguous: the shapes of gradients that may belong to several parameters, or to none.
       flat: the sizes of gradients of vectors, such as all parameters in one, that may contain those of frozen ones.
       state_of: from the positions of state that reads the gradient of a frozen parameter to this parameter.
@@ -81,7 +82,6 @@ class StepProgram:
         self._owned = self._owners()
         self._seen: set[tuple[int, ...]] = set()
         self._answers: dict[tuple[int, str], Answer] = {}
-        self._judged: set[int] = set()  # results of loops and branches that were read inside
 
     @functools.cached_property
     def _outs(self) -> dict[int, Any]:
@@ -236,8 +236,8 @@ class StepProgram:
                 flops = None if n in self._around else cost - left_over
                 found.append(Gradient.of((i,), answers, flops, leaving))
                 cost = left_over
-        inner = self.inner[0]
-        for n in {*self._unknown} - self._judged:
+        inner, _, judged = self.inner
+        for n in {*self._unknown} - judged:
             reads = self._answers.get((n, "huge"), frozenset()) | self._answers.get((n, "negative"), frozenset())
             if {name for name, _ in reads} - {"result"}:
                 self.ambiguous.add(self._program.avals[n].shape)
@@ -259,8 +259,8 @@ class StepProgram:
                     self.ambiguous.add(self._program.avals[n].shape)
 
     @functools.cached_property
-    def inner(self) -> tuple[list[Gradient], bool]:
-        step, gradients, unknown = self._step, list[Gradient](), False
+    def inner(self) -> tuple[list[Gradient], bool, set[int]]:
+        step, gradients, unknown, judged = self._step, list[Gradient](), False, set[int]()
         leaf_of = {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
         frozen = {
             n: Frozen(i, step.plan.leaves[i].shape or (), step.mask(i)) for n, i in leaf_of.items() if i in step.frozen
@@ -270,11 +270,11 @@ class StepProgram:
             given = [to_device(self._flat[k]) for k in self._inputs]
             for each in inner_gradients(self._program, given, frozen, wanted):
                 unknown |= each.unknown
-                self._judged |= set() if each.unknown else {*each.eqn.outputs}
+                judged |= set() if each.unknown else {*each.eqn.outputs}
                 for i, changed in each.found:
                     answers = [self._follow(numbers) for numbers in changed]
                     gradients += [Gradient.of((i,), answers, None)] if any(answers) else []
-        return gradients, unknown
+        return gradients, unknown, judged
 
     def _follow(self, numbers: set[int]) -> Answer:
         """The trainable parameters and the results that change with values, other than gradients of frozen ones."""
