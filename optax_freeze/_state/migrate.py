@@ -181,9 +181,11 @@ def _sources(old: Sequence[Entry], new: Sequence[Entry]) -> list[list[Entry]]:
     scopes_at = collections.Counter(address for address, _ in shared)
 
     def are_related(entry: Entry, old: Entry) -> bool:
-        """Whether two scopes share leaves, or the leaves of one of them are unknown."""
+        """Whether two scopes share leaves, or may share some, since the leaves of one of them are unknown."""
         mine, theirs = trained_new[entry.scope], trained_old.get(old.scope)
-        return mine is None or theirs is None or bool(mine & theirs)
+        if mine is None or theirs is None:
+            return mine != set() and theirs != set()
+        return bool(mine & theirs)
 
     def sources_of(entry: Entry) -> list[Entry]:
         found = [] if entry.address is None else by_address.get(entry.address, [])

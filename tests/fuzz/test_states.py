@@ -568,3 +568,10 @@ def test_elements_become_groups_and_then_rows():
     state.save_and_restore(how="flax")
     state.migrate(arrangement=("coupled", [(0, ("dense", 1), ("updates", 2)), ("n", False, True)]))
     state.migrate(arrangement=("holes", [("rows", 1, 7, "static")]))
+
+
+def test_a_group_without_leaves_begins_anew():
+    state = Training()
+    state.init(name="noisy_sgd", leaves="a", arrangement=("plain", []), jit=False)
+    state.step(compiled="eager", seed=0, way="update")
+    state.migrate(arrangement=("when", [(0, False, False)]))
