@@ -37,9 +37,9 @@ FUNCTIONS = "bwd computation fwd fwd_jaxpr_thunk jvp_jaxpr_fun jvp_jaxpr_thunk o
 
 
 def closed_over(eqn: Any) -> int | None:
-    """How many of its first operands a ``jax.custom_vjp`` function closes over; None for another operation."""
+    """How many of its first operands a ``jax.custom_vjp`` or ``custom_jvp`` closes over; None for another operation."""
     params = operation_of(eqn)[1]
-    return params.get("num_consts", 0) if "bwd" in params else None
+    return params.get("num_consts", 0) if "bwd" in params or "jvp_jaxpr_fun" in params else None
 
 
 class Call(NamedTuple):

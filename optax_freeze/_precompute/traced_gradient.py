@@ -1,7 +1,7 @@
 """Traces a function together with its gradient, where its program alone cannot be differentiated.
 
-A ``jax.custom_vjp`` function that closes over an argument of the loss, or over what is computed from it, holds a tracer
-that means nothing once the loss is traced. So its gradient is traced from Python, and divided like the loss.
+A ``jax.custom_vjp`` or ``custom_jvp`` that closes over an argument of the loss, or over what is computed from it, holds
+a tracer that means nothing once the loss is traced. So its gradient is traced from Python, and divided like the loss.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Gradient(NamedTuple):
     """The gradient that the program of a function computes, too.
 
     Attributes:
-      function: the call of a ``jax.custom_vjp`` function that holds tracers.
+      function: the call of a ``jax.custom_vjp`` or ``custom_jvp`` that holds tracers.
       leaves: the inputs of which the program computes gradients, its last outputs; none if it cannot.
       cotangents: the inputs that are cotangents of the results of the function.
       is_last: whether also the program of the gradient holds tracers, so that it has no derivative.
@@ -96,11 +96,11 @@ class Gradient(NamedTuple):
 
     def _refuse(self, got: str) -> NoReturn:
         raise value_error(
-            "a jax.custom_vjp function closes over an argument of the function, or what is computed from it",
+            "a function with a custom derivative closes over an argument of the function, or what is computed from it",
             at=self.function,
             got=f"{got}, of `after`",
             expected="a gradient with respect to trainable leaves, none of them frozen by rows or closed over",
-            fix="pass the value to the jax.custom_vjp function as an argument",
+            fix="pass the value to the jax.custom_vjp or custom_jvp function as an argument",
         )
 
 
@@ -162,11 +162,10 @@ def _tracers_in(closed: ClosedJaxpr) -> Iterator[Tracer]:
 
 def _held(program: Program) -> dict[int, tuple[Tracer, str]]:
     """The tracers that custom derivatives of a program hold, by their ids, and the calls of these."""
-    found = {}
-    for eqn in _custom_derivatives(program):
-        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in eqn.avals_in]
-        found |= {id(x): (x, str(eqn)) for x in _tracers_in_vjp(eqn, avals)}
-    return found
+    calls = [*_custom_derivatives(program)]
+    if _tracers_in_vjp(*calls) == []:
+        return {}
+    return {id(x): (x, str(eqn)) for eqn in calls for x in _tracers_in_vjp(eqn) or ()}
 
 
 def _custom_derivatives(program: Program) -> Iterator[Equation]:
@@ -177,20 +176,29 @@ def _custom_derivatives(program: Program) -> Iterator[Equation]:
             yield from _custom_derivatives(flatten(inner, enter_placed=True))
 
 
-def _tracers_in_vjp(eqn: Equation, avals: Sequence[Any]) -> Sequence[Tracer]:
-    """The tracers that the derivative of an operation reads; none if it has no derivative."""
-    places = [is_inexact(aval) and i >= (closed_over(eqn) or 0) for i, aval in enumerate(avals)]
+def _tracers_in_vjp(*eqns: Equation) -> Sequence[Tracer] | None:
+    """The tracers that the derivatives of operations read; None if one of these has no derivative."""
+    arrays = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in eqn.avals_in] for eqn in eqns]
+    places = [
+        [is_inexact(x) and i >= (closed_over(eqn) or 0) for i, x in enumerate(its)]
+        for eqn, its in zip(eqns, arrays, strict=True)
+    ]
 
-    def vjp(*arrays: Any) -> Any:
-        def of_some(*some: Any) -> list[Any]:
+    def vjp(*operands: Any) -> Any:
+        given = jax.tree.unflatten(jax.tree.structure(arrays), operands)
+        each = [*zip(eqns, given, places, strict=True)]
+
+        def of_some(some: Sequence[Any]) -> list[Any]:
             left = iter(some)
-            outs = eqn.bind_all(*(next(left) if here else x for x, here in zip(arrays, places, strict=True)))
-            return [out for out in outs if is_inexact(out)]
+            filled = (
+                (eqn, [next(left) if t else x for x, t in zip(its, trains, strict=True)]) for eqn, its, trains in each
+            )
+            return [out for eqn, its in filled for out in eqn.bind_all(*its) if is_inexact(out)]
 
-        outs, pull = jax.vjp(of_some, *compress(arrays, places))
-        return as_traced(pull([zeros(jax.typeof(out)) for out in outs]))
+        outs, pull = jax.vjp(of_some, [x for _, its, trains in each for x in compress(its, trains)])
+        return pull([zeros(jax.typeof(out)) for out in outs])
 
     try:
-        return [*_tracers_in(Traced(vjp, avals).closed)]
+        return [*_tracers_in(jax.make_jaxpr(vjp)(*jax.tree.leaves(arrays)))]
     except Exception:
-        return ()
+        return None

@@ -73,8 +73,10 @@ class Carry:
     is not known along which axis the rows are.
     """
 
-    def __init__(self, entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: Any, params: Any) -> None:
-        """``entries`` are those of ``tx.init(params)``, and ``olds`` for each of them the old ones at its address."""
+    def __init__(
+        self, entries: Sequence[Entry], old: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: Any, params: Any
+    ) -> None:
+        """``entries`` are of ``tx.init(params)``, ``old`` of the old state, ``olds`` those at the address of each."""
         self.entries = entries
         in_part = any(entry.parts or isinstance(entry.value, Part) for entry in entries)
         nodes = [entry.value for entry in entries]
@@ -87,6 +89,10 @@ class Carry:
         for i, entry in enumerate(entries):
             by_place[_place(entry)[0]].append(i)
         self.anew: dict[Any, Bool] = {}
+        leaves_before: dict[Any, set[str]] = collections.defaultdict(set)
+        for entry in old:
+            if entry.leaf is not None and entry.arrays:
+                leaves_before[_place(entry)[0]].add(entry.leaf)
         paths = {*_tree.paths(params)}
         of_no_leaf: dict[Any, list[int]] = collections.defaultdict(list)
         for i, entry in enumerate(entries):
@@ -100,9 +106,12 @@ class Carry:
             flags = [_not(_any([source.kept for i in (*moments, *parts) for source in self.sources[i]]))]
             fields = {_place(entries[i])[1] for i in inside}
             if {"grad", "value"} <= fields or any(_is_history(entries[i]) or not certain[i] for i in moments):
-                flags += [source.changed for i in moments for source in self.sources[i]]
-                unlike = [i for i in moments if not self.sources[i]]
-                flags += [bool(entries[i].arrays) or any(old.arrays for old in olds[i]) for i in unlike]
+                sources = [source for i in moments for source in self.sources[i]]
+                before = {_place(source.old)[0] for source in sources}
+                leaves = {entries[i].leaf for i in moments if entries[i].arrays}
+                flags += [source.changed for source in sources]
+                flags += [any(leaves_before[each] != leaves for each in before)]
+                flags += [bool(entries[i].arrays) for i in moments if not self.sources[i]]
             self.anew[place] = any(entries[i].arrays for i in moments) and _any(flags)
 
     def begins_anew(self, entry: Entry) -> Bool:

@@ -67,8 +67,8 @@ def migrate(
     bias correction has already faded, and the first step of the leaf is up to 3.2 times the usual one.
 
     An optimizer starts as in ``init`` where it would in :func:`optax_freeze.replace_masks`, and one with a history of
-    gradients (L-BFGS) or a line search also if an element is newly frozen. Steps of schedules and wrappers continue,
-    except in a group or label of which all leaves are new.
+    gradients (L-BFGS) or a line search also if an element is newly frozen, or a group is divided or joined to another.
+    Steps of schedules and wrappers continue, except in a group or label of which all leaves are new.
 
     Args:
       state: the old state, outside of ``jit``.
@@ -106,7 +106,7 @@ def migrate(
     except (ValueError, TypeError) as error:
         _refuse_swapped(state, tx, params, error)
         raise
-    carry = Carry(new, _sources(old, new), tx, params)
+    carry = Carry(new, old, _sources(old, new), tx, params)
     carry.anew = {place: bool(anew) for place, anew in carry.anew.items()}
     migrated = jax.tree.unflatten(jax.tree.structure(fresh), each_once(carry.values()))
     return (migrated, _report(carry, old)) if report else migrated

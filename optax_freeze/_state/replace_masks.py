@@ -110,7 +110,7 @@ def replace_masks(
         [] if entry.address is None else [old if entry.leaf in new else old._replace(selection=entry.selection)]
         for entry, old in zip(entries, old_entries, strict=True)
     ]
-    values = Carry(entries, sources, tx, params).values()
+    values = Carry(entries, old_entries, sources, tx, params).values()
     return jax.tree.unflatten(structure, map(_placed_as, values, arrays))
 
 

@@ -173,6 +173,7 @@ def carry(
             its.is_unknown |= value is ANY
             its.kept.append(kept)
             its.changed |= not all(olds[n].cuts[place.param].equals(now) for n, _, _ in found)
+            its.origins |= {(n, p.label, p.around) for n, p, _ in found}
             its.is_history |= bool(shape) and np.ndim(array) > len(shape) and np.shape(array)[-len(shape) :] == shape
             its.leaves.add(place.param)
             # Shapes cannot tell the axis of the rows where there are as many as another axis is long.
@@ -181,10 +182,9 @@ def carry(
                 np.shape(array) not in (shape, ()) and bool(count) and (count < 3 or shape.count(count) > 1)
             )
             carried.append(value)
-        for (label, around), its in places_of.items():
-            names = [name] if replaced else list(olds)
-            before = {(p.param) for n in names for p, _ in old[n] if (p.label, p.around) == (label, around)}
-            its.changed |= before - {None} != its.leaves
+        for its in places_of.values():
+            before = [{p.param for p, _ in old[n] if [p.label, p.around] == at} - {None} for n, *at in its.origins]
+            its.changed |= before != [its.leaves]
 
         def value_of(place: Place, array: Any, value: Any) -> Any:
             its = places_of[place.label, place.around]
@@ -207,6 +207,7 @@ class _Transformation:
 
     fields: set[str] = dataclasses.field(default_factory=set)
     leaves: set[str] = dataclasses.field(default_factory=set)
+    origins: set[tuple[str, str, str]] = dataclasses.field(default_factory=set)
     kept: list[bool] = dataclasses.field(default_factory=list)
     changed: bool = False
     is_history: bool = False

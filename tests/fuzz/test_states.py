@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optimizers
+import pytest
 from by_hand import Cut
 from conftest import assert_equal_up_to_rounding, bits
 from hypothesis import HealthCheck, reject, settings
@@ -575,3 +576,14 @@ def test_a_group_without_leaves_begins_anew():
     state.init(name="noisy_sgd", leaves="a", arrangement=("plain", []), jit=False)
     state.step(compiled="eager", seed=0, way="update")
     state.migrate(arrangement=("when", [(0, False, False)]))
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "lbfgs without search"])
+def test_a_history_begins_anew_where_leaves_come_or_go(name):
+    plain, one = ("plain", []), ("when", [(0, False, False), ("n", False, False)])
+    each = ("when", [("each", False, False)])
+    for before, after in [(plain, each), (each, one), (one, each), (each, each), (one, plain), (each, plain)]:
+        state = Training()
+        state.init(name=name, leaves="abc", arrangement=before, jit=False)
+        state.step(compiled="eager", seed=0, way="update")
+        state.migrate(arrangement=after)

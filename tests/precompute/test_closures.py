@@ -1,4 +1,4 @@
-"""A loss with a ``jax.custom_vjp`` function that closes over an argument, or over what is computed from it."""
+"""A loss with a custom derivative that closes over an argument, or over what is computed from it."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ SHAPES = {"encoder": (4, 4), "middle": (4, 4), "head": (4, 3)}
 PARAMS = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(KEYS, SHAPES.items(), strict=False)}
 X, NOISE = jax.random.normal(KEYS[3], (5, 4)), jnp.arange(1.0, 4.0)
 FROZEN = ["encoder", "middle"]
-CLOSES = r"closes over an argument(.|\n)*at: custom_vjp_call(.|\n)*as an argument"
+CLOSES = r"closes over an argument(.|\n)*at: custom_[jv]+p_call(.|\n)*as an argument"
 
 
-def closing_over(what, in_forward=False, wrap=lambda f: f):
+def closing_over(what, in_forward=False, wrap=lambda f: f, kind=jax.custom_vjp):
     """A loss with a straight-through sine, whose derivative is scaled by a value from outside of it."""
 
     def loss(params, x, noise):
@@ -24,11 +24,14 @@ def closing_over(what, in_forward=False, wrap=lambda f: f):
         outside = {"leaf": params["middle"], "value": h, "batch": x, "argument": noise, "trained": h @ params["head"]}
         scale = outside[what].mean()
 
-        @jax.custom_vjp
+        @kind
         def f(y):
             return jnp.sin(y) * (scale if in_forward else 1)
 
-        f.defvjp(lambda y: (f(y), y), lambda y, ct: (ct * y * scale,))
+        if kind is jax.custom_vjp:
+            f.defvjp(lambda y: (f(y), y), lambda y, ct: (ct * y * scale,))
+        else:
+            f.defjvp(lambda ys, ts: (f(*ys), ts[0] * ys[0] * scale))
         value = jnp.sum(wrap(f)(h @ params["head"]) ** 2) + jnp.sum(noise * params["head"])
         return value, {"largest": jnp.argmax(h @ params["head"], 1), "name": "loss", "first": h[:, 0]}
 
@@ -47,14 +50,18 @@ def compared(loss, frozen=FROZEN, **options):
 
 
 class TestGradient:
-    @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["directly", "checkpoint"])
+    @pytest.mark.parametrize(
+        ("kind", "wrap"),
+        [(jax.custom_vjp, lambda f: f), (jax.custom_vjp, jax.checkpoint), (jax.custom_jvp, lambda f: f)],
+        ids=["custom_vjp", "custom_vjp in checkpoint", "custom_jvp"],
+    )
     @pytest.mark.parametrize("in_forward", [False, True])
     @pytest.mark.parametrize(
         ("what", "example_axis"),
         [("leaf", None), ("value", None), ("batch", None), ("argument", None), ("leaf", 0), ("argument", 0)],
     )
-    def test_is_that_of_the_function(self, what, in_forward, wrap, example_axis):
-        loss = closing_over(what, in_forward, wrap)
+    def test_is_that_of_the_function(self, what, in_forward, kind, wrap, example_axis):
+        loss = closing_over(what, in_forward, wrap, kind)
         value_and_grad, args = compared(loss, example_axis=example_axis)
         (value, aux), grads = value_and_grad(*args)
         (expected, its), of_loss = fz.value_and_grad(loss, FROZEN, has_aux=True)(PARAMS, X, NOISE)
@@ -84,6 +91,14 @@ class TestGradient:
         text = str(jax.make_jaxpr(fz.grad(plain.after, FROZEN))(*args))
         assert text.count("dot_general") == 2
 
+    def test_in_the_second_call_of_three(self):
+        def loss(params, x, noise):
+            value, aux = closing_over("value")(params, jax.nn.relu(x), noise)
+            return jax.nn.relu(value), aux
+
+        value_and_grad, args = compared(loss)
+        assert_equal_up_to_rounding(value_and_grad(*args)[1], fz.grad(loss, FROZEN, has_aux=True)(PARAMS, X, NOISE)[0])
+
     def test_a_value_of_an_enclosing_trace(self):
         @jax.jit
         def gradients(scale):
@@ -111,14 +126,16 @@ class TestErrors:
         with pytest.raises(ValueError, match=CLOSES):
             value_and_grad(*args)
 
-    def test_over_what_trains(self):
-        value_and_grad, args = compared(closing_over("trained"))
+    @pytest.mark.parametrize("kind", [jax.custom_vjp, jax.custom_jvp])
+    def test_over_what_trains(self, kind):
+        value_and_grad, args = compared(closing_over("trained", kind=kind))
         with pytest.raises(ValueError, match=CLOSES):
             jax.jit(lambda *args: value_and_grad(*args)[1])(*args)
 
-    def test_of_a_leaf_frozen_by_rows(self):
+    @pytest.mark.parametrize("kind", [jax.custom_vjp, jax.custom_jvp])
+    def test_of_a_leaf_frozen_by_rows(self, kind):
         frozen = {"encoder": True, "middle": True, "head": fz.rows(slice(0, 2))}
-        value_and_grad, args = compared(closing_over("value"), frozen)
+        value_and_grad, args = compared(closing_over("value", kind=kind), frozen)
         with pytest.raises(ValueError, match=CLOSES):
             value_and_grad(*args)
 
