@@ -141,8 +141,8 @@ _BY_FILE = {
     ],
     ("_optimizer/freeze_when.py", "tests/optimizer/test_freeze_when.py"): [
         (
-            "updates if isinstance(x, GradientOfGroups) else x for",
-            "x for",
+            '{**extra_args, "grad": grads} if "grad" in extra_args else extra_args',
+            "extra_args",
             "tests/state/test_train_step.py -k extra_arguments",
         ),
         ("jnp.maximum(step, 0)", "step", "tests/state/test_train_step.py -k any_step"),
@@ -647,7 +647,9 @@ _BY_FILE = {
     ("_report/state_bytes.py", "tests/report/test_summary.py"): [
         ("[leaf.inexact for leaf in plan.leaves]", "[leaf.dtype for leaf in plan.leaves]", ""),
         ("return jnp.iinfo(dtype).bits", "return np.dtype(dtype).itemsize * 8", "-k narrow_numbers"),
-        ("held_rest != rest or ", "", "-k not_by_leaf"),
+        ("held.rest == full.rest and ", "", "-k not_by_leaf"),
+        (", len(self.by_leaf)):", "):", "-k name_of_a_count"),
+        ("        is_same = False\n    if", "        raise\n    if", "-k ask_for_the_structure"),
     ],
     ("_spec/apply_updates.py", "tests/state/test_dynamic_rows.py"): [
         ('refuse_other_rows(change, selection, paths()[i], "updates")', "pass", "-k outside_of_a_program"),

@@ -135,18 +135,32 @@ def freeze_when(
         state = FreezeWhenState(jnp.zeros([], jnp.int32), plan, group_states, ungrouped_state, coupled_state)
         return with_own_buffers(state, params)
 
+    def of_groups(
+        late: GradientOfGroups, state: PyTree, params: PyTree, extra_args: dict[str, Any]
+    ) -> tuple[PyTree, PyTree]:
+        if coupled is None:
+            return update(None, state, params, extra_args, in_place=True, late=late)
+        grads = late.tree()
+        given = {**extra_args, "grad": grads} if "grad" in extra_args else extra_args
+        return update(grads, state, params, given, in_place=True)
+
     def update(
-        updates: Any, state: PyTree, params: PyTree | None, extra_args: dict[str, Any], *, in_place: bool
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None,
+        extra_args: dict[str, Any],
+        *,
+        in_place: bool,
+        late: GradientOfGroups | None = None,
     ) -> tuple[PyTree, PyTree]:
         state = accepted.state(state, updates if params is None else params)
         if {*state.plan.names} != {*state.groups}:  # known only after `optax.tree_map_params`
             raise other_transformation(f"groups {list(state.groups)}", f"groups {list(state.plan.names)}")
         plans: GroupPlans = state.current_plan
-        if isinstance(updates, GradientOfGroups) and coupled is not None:
-            updates = updates.tree()
-            extra_args = {name: updates if isinstance(x, GradientOfGroups) else x for name, x in extra_args.items()}
-        late = updates if isinstance(updates, GradientOfGroups) else None
-        call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)
+        if late is None:
+            call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)
+        else:
+            call = InnerUpdate.late(plans.everything, params, extra_args)
         frozen = list(frozen_groups(state).values())
         grads, coupled_state = call.grads, state.coupled_state
         if coupled is not None:
@@ -181,7 +195,7 @@ def freeze_when(
         step = jnp.asarray(optax.safe_increment(state.step))
         return new, FreezeWhenState(step, state.plan, group_states, ungrouped_state, coupled_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, Update(update))
+    return optax.GradientTransformationExtraArgs(init_fn, Update(update, of_groups))
 
 
 def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from jax.core import Tracer
 
 from optax_freeze._errors import in_one_line, type_error, value_error
 from optax_freeze._gradient.grad import restrict
-from optax_freeze._gradient.group_gradients import GradientOfGroups
 from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.update_unless import unless, update_unless
@@ -31,7 +30,8 @@ GradientOf: TypeAlias = Callable[[int], tuple[Sequence[Any], Any]]
 class InnerUpdate(NamedTuple):
     """The arguments of an update, with gradients and parameters flattened.
 
-    ``missing`` are the positions of trainable Python numbers that have no gradient, and so no update.
+    ``missing`` are the positions of trainable Python numbers that have no gradient, and so no update. If gradients
+    are computed in the update, ``grads`` are the parameters, and each is also the extra argument ``grad``.
     """
 
     treedef: Any
@@ -41,16 +41,22 @@ class InnerUpdate(NamedTuple):
     params_treedef: Any
     extra_args: dict[str, Any]
     missing: frozenset[int] = frozenset()
+    is_late: bool = False
 
     @classmethod
     def aligned(
         cls, plan: Plan, grads: Any, params: PyTree | None, extra_args: dict[str, Any], fix: str | None = None
     ) -> "InnerUpdate":
         """Refuses trees that do not fit a plan; ``fix`` is for a trainable leaf that has no gradient."""
-        aligned = None if isinstance(grads, GradientOfGroups) else plan.align_gradients(grads, params, fix)
+        values, treedef, missing = plan.align_gradients(grads, params, fix)
         olds, params_treedef = ([None] * len(plan.leaves), None) if params is None else plan.align(params, "params")
-        values, treedef, missing = aligned or (olds, params_treedef, frozenset())
         return cls(treedef, values, params, olds, params_treedef, extra_args, missing)
+
+    @classmethod
+    def late(cls, plan: Plan, params: PyTree, extra_args: dict[str, Any]) -> "InnerUpdate":
+        """The arguments of an update in which the gradients are computed."""
+        olds, treedef = plan.align(params, "params")
+        return cls(treedef, olds, params, olds, treedef, extra_args, is_late=True)
 
     def updates(
         self, tx: "Inner", plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
@@ -158,7 +164,7 @@ class Trees(NamedTuple):
 
     def extra_args(self, call: InnerUpdate, updates: PyTree) -> dict[str, Any]:
         found = _without_frozen(call.extra_args, self.plan, call.treedef, call.params)
-        return found | {name: updates for name, value in found.items() if isinstance(value, GradientOfGroups)}
+        return {**found, "grad": updates} if call.is_late and "grad" in found else found
 
     def flat(self, updates: PyTree) -> list[Any]:
         return _tree.flatten(updates)[0]

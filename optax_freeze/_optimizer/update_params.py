@@ -7,7 +7,6 @@ from typing import Any
 import optax
 
 from optax_freeze._errors import described, type_error
-from optax_freeze._gradient.group_gradients import GradientOfGroups
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import apply_updates
@@ -22,13 +21,16 @@ _OUTSIDE = """fix: put the whole optimizer inside fz.freeze
 class Update:
     """The ``update`` of a transformation that can add its updates to the parameters itself.
 
-    ``run(grads, state, params, extra_args, in_place=...)`` gives updates or new parameters, and the new state.
-    It has the name of a function, for ``jax.named_call`` around it.
+    ``run(grads, state, params, extra_args, in_place=...)`` gives updates or new parameters, and the new state;
+    ``of_groups(gradient, state, params, extra_args)`` new parameters from gradients that are computed in the update,
+    one of which takes the place of the extra argument ``grad`` in each group. It has the name of a function, for
+    ``jax.named_call`` around it.
     """
 
     __name__ = "update"
 
     run: Callable[..., tuple[PyTree, PyTree]]
+    of_groups: Callable[..., tuple[PyTree, PyTree]] | None = None
 
     def __call__(
         self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -82,8 +84,7 @@ def update_params(
             fix="pass the parameters; only tx.update works without them",
         )
     treedef = _tree.flatten(params)[1]
-    # `train_step` passes gradients that are computed in the update.
-    if not isinstance(grads, GradientOfGroups) and _tree.flatten_beside(treedef, grads)[1] != treedef:
+    if _tree.flatten_beside(treedef, grads)[1] != treedef:
         _tree.refuse_other_structure(grads, params, "grads", f"pass the arguments in this order: {_CALL}")
     update: Any = transformation.update
     if isinstance(update, Update):

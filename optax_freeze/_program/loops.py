@@ -164,7 +164,9 @@ class _PartOfLoop:
             )
             earlier = {o for other in segments[:n] for o in other.outputs}
             before = {o: self.walk.program.add(*self._result(o)) for o in segment.outputs if o in earlier}
-            carry, guards = _Segment(self, segment, starts, ends, dict(numbers), before).add(carry, guards)
+            part = _Segment(self, segment, starts, ends, dict(numbers), before, carry, guards)
+            part.add()
+            carry, guards = part.needed, [part.guard] * self.carried
             numbers |= before
             ends = starts
 
@@ -207,6 +209,8 @@ class _Segment:
     Attributes:
       starts, ends: the carry before and after the steps.
       after: the numbers of the outputs; ``before``: those of what earlier segments wrote of them.
+      wanted, guards: what is wanted of the carry after the steps.
+      carry, needed: what a step computes of the carry, and what is needed of it before the steps.
     """
 
     loop: _PartOfLoop
@@ -215,42 +219,50 @@ class _Segment:
     ends: Sequence[Any]
     after: dict[_Output, int]
     before: dict[_Output, int]
+    wanted: list[Region | None]
+    guards: list[int]
 
     def __post_init__(self) -> None:
+        eqn = self.loop.eqn
         self.outputs, self.numbers = self.steps.outputs, Rows(0, np.arange(self.steps.start, self.steps.stop))
         # A step that other devices or examples wait for is not skipped.
-        self.waits = any(map(names_axes, self.loop.eqn.effects))
-
-    def add(self, carry: list[Region | None], guards: list[int]) -> tuple[list[Region | None], list[int]]:
-        """Adds the task of the segment; returns what it needs of the carry before it, with guards."""
-        loop, eqn = self.loop, self.loop.eqn
-        first, last = loop.consts, loop.consts + loop.carried
-        self.conditions = self._conditions([*guards, *(o.guard for o in self.outputs)])
+        self.waits = any(map(names_axes, eqn.effects))
+        self.conditions = self._conditions([*self.guards, *(o.guard for o in self.outputs)])
         is_dynamic = all(o in self.conditions for o in self.outputs)
-        self.ends_early = not any(carry) and is_dynamic and not eqn.has_effects and not self.waits
-        self.carry, needed, guards = self._fixpoint(carry, guards)
+        self.ends_early = not any(self.wanted) and is_dynamic and not eqn.has_effects and not self.waits
+        self.carry, self.needed, guards = self._fixpoint(self.wanted, self.guards)
         self.guard = functools.reduce(operator.or_, [*guards, *(o.guard for o in self.outputs)], 0)
         if eqn.has_effects:
             self.guard = ALWAYS
+        self.reads = self._reads()
+
+    def add(self) -> None:
+        """Adds the task of the segment."""
+        loop, eqn = self.loop, self.loop.eqn
         if any(o.written is not EVERYTHING for o in self.outputs):
             loop.walk.record(eqn, "rows")
-        self.reads: list[tuple[int, Any]] = []
+        reads = [*(read for _, read in self.reads), *(Read(number, o.written) for o, number in self.before.items())]
+        writes = [(self.ends[k], region) for k, region in enumerate(self.carry) if region is not None]
+        writes += [(self.after[o], o.written) for o in self.outputs]
+        loop.walk.add(Task(eqn, reads, writes, self.apply, self.guard, self.numbers.count / loop.length))
+
+    def _reads(self) -> list[tuple[int, Any]]:
+        """What the steps read, with the places of the operands."""
+        loop, eqn = self.loop, self.loop.eqn
+        first, last = loop.consts, loop.consts + loop.carried
+        found: list[tuple[int, Any]] = []
         for place, value in enumerate(eqn.inputs):
             wanted = self.body.given.get(place, {})
             if first <= place < last:
-                region = needed[place - first]
+                region = self.needed[place - first]
                 reads = [] if region is None else [Read(self.starts[place - first], region)]
             elif place < first or place in loop.on_host or LAZY in wanted:
                 reads = _reads(loop.walk, value, eqn.avals_in[place], wanted, place in loop.on_host)
             else:
                 in_place = loop.is_read_in_place(self.steps.start)
                 reads = [Read(value, self.numbers, in_place)] if wanted else []
-            self.reads += [(place, read) for read in reads]
-        reads = [*(read for _, read in self.reads), *(Read(number, o.written) for o, number in self.before.items())]
-        writes = [(self.ends[k], region) for k, region in enumerate(self.carry) if region is not None]
-        writes += [(self.after[o], o.written) for o in self.outputs]
-        loop.walk.add(Task(eqn, reads, writes, self.apply, self.guard, self.numbers.count / loop.length))
-        return needed, [self.guard] * loop.carried
+            found += [(place, read) for read in reads]
+        return found
 
     def _conditions(self, others: Sequence[int]) -> dict[_Output, int]:
         """The outputs at steps that are known while the program runs, with a guard of each set of steps."""

@@ -1,16 +1,18 @@
 """Counts the bytes of an optimizer's state, without and with freezing."""
 
+import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import value_error
+from optax_freeze._errors import is_scalar, value_error
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
@@ -18,7 +20,7 @@ from optax_freeze._optimizer.init_with import eval_init
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import TRAINABLE
-from optax_freeze._spec.tree import PyTree
+from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.entries import entries_of
 from optax_freeze._state.own_states import states_in
 
@@ -31,59 +33,92 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
     hold is the same as without freezing, so it is for all other trainable leaves.
     """
     tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
-    full = _state(tx.init, params, [leaf.inexact for leaf in plan.leaves])
-    if states_in(full, (FreezeState, FreezeWhenState)):
+    full = _State(tx.init, params, plan.leaves, [leaf.inexact for leaf in plan.leaves])
+    if states_in(full.shapes, (FreezeState, FreezeWhenState)):
         at = "the third argument of fz.summary"
         got = "fz.freeze or fz.freeze_when, alone or within another transformation"
         expected = "the optimizer that you would use without freezing"
         fix = "unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)"
         raise value_error("the optimizer already freezes parameters", at=at, got=got, expected=expected, fix=fix)
-    shapes = {leaf.path: leaf.shape for leaf in plan.leaves}
-    rest, by_leaf = _bytes_by_leaf(full, shapes)
-    whole = [leaf for leaf, its in zip(plan.leaves, plan.selections, strict=True) if its is TRAINABLE]
-    kinds = {leaf.path: (leaf.shape, leaf.dtype, leaf.index, by_leaf[leaf.path]) for leaf in whole}
+    leaves = [*zip(plan.leaves, plan.selections, strict=True)]
+    kinds = {
+        leaf.path: (leaf.shape, leaf.dtype, leaf.index, full.by_leaf[leaf.path])
+        for leaf, selection in leaves
+        if selection is TRAINABLE
+    }
     sample = {kind: path for path, kind in kinds.items()}
-    left_out = kinds.keys() - sample.values()
-    init = freeze(tx, plan.as_spec, tied="ignore").init
-
-    def with_freezing(left_out: Collection[str]) -> tuple[PyTree, int, Counter[str]]:
-        keep = [leaf.dtype is not None and leaf.path not in left_out for leaf in plan.leaves]
-        state = _state(init, params, keep)
-        return state, *_bytes_by_leaf(state, shapes)
-
-    held, held_rest, held_by_leaf = with_freezing(left_out)
-    if left_out and (held_rest != rest or any(held_by_leaf[path] != by_leaf[path] for path in sample.values())):
-        held, _, held_by_leaf = with_freezing(())
-        left_out = ()
-    others = {path: by_leaf[path] for path in left_out}
-    return _nbytes(full), _nbytes(held) + sum(others.values()), held_by_leaf | others
-
-
-def _bytes_by_leaf(state: PyTree, shapes: Mapping[str, Any]) -> tuple[int, Counter[str]]:
-    """The bytes of a state that belong to no leaf, without the masks of ``freeze``, and those of each leaf."""
-    rest, by_leaf = 0, Counter[str]()
-    for entry in entries_of(state, shapes):
-        if entry.leaf is not None:
-            by_leaf[entry.leaf] += _nbytes(entry.value)
-        elif entry.address is not None:
-            rest += _nbytes(entry.value)
-    return rest, by_leaf
+    some = {*sample.values(), *(leaf.path for leaf, selection in leaves if selection.in_part)}
+    try:
+        keep = [leaf.path in some for leaf in plan.leaves]
+        kept = [tuple(itertools.compress(each, keep)) for each in (plan.leaves, plan.selections)]
+        spec = dataclasses.replace(plan, leaves=kept[0], selections=kept[1]).as_spec
+        held = _State(freeze(tx, spec, tied="ignore").init, params, plan.leaves, keep, gone=None)
+        is_same = held.rest == full.rest and all(held.by_leaf[p] == full.by_leaf[p] for p in sample.values())
+    except Exception:  # an optimizer may expect the structure of its parameters
+        is_same = False
+    if not is_same:
+        some, keep = kinds.keys(), [leaf.dtype is not None for leaf in plan.leaves]
+        held = _State(freeze(tx, plan.as_spec, tied="ignore").init, params, plan.leaves, keep)
+    others = {path: full.by_leaf[path] for path in kinds.keys() - some}
+    return full.nbytes, held.nbytes + sum(others.values()), held.by_leaf | others
 
 
-def _state(init: Callable[[PyTree], PyTree], params: PyTree, keep: Sequence[Any]) -> PyTree:
-    """The shapes of an optimizer's state; leaves for which ``keep`` is False or None are replaced by ``MaskedNode``."""
+class _State:
+    """The shapes of an optimizer's state, and its bytes: of each leaf, and of what belongs to none but no mask.
 
-    def struct(value: Any) -> Any:  # optimizers take a Python number for an array
-        is_number = isinstance(value, (int, float, complex))
-        return jax.eval_shape(jnp.asarray, value) if is_number else _tree.struct_of(value)
+    Leaves for which ``keep`` is False are replaced by ``gone`` before ``init``.
+    """
 
-    values, treedef = _tree.flatten(jax.tree.map(struct, params))
-    kept = [value if here else _tree.MASKED_NODE for value, here in zip(values, keep, strict=True)]
-    return eval_init(init, jax.tree.unflatten(treedef, kept))
+    def __init__(
+        self,
+        init: Callable[[PyTree], PyTree],
+        params: PyTree,
+        leaves: Sequence[Leaf],
+        keep: Sequence[bool],
+        gone: Any = _tree.MASKED_NODE,
+    ) -> None:
+        values, treedef = _tree.flatten(params)
+        kept = [_struct(value) if here else gone for value, here in zip(values, keep, strict=True)]
+        given = jax.tree.unflatten(treedef, kept)
+        self.shapes = eval_init(init, given)
+        self.nbytes = _nbytes(self.shapes)
+        self.rest, self.by_leaf = 0, Counter[str]()
+        paths = [*itertools.compress((leaf.path for leaf in leaves), keep)]
+        others = self._without_copies(jax.tree.structure(given), paths)
+        for entry in entries_of(others, {leaf.path: leaf.shape for leaf in leaves}, len(self.by_leaf)):
+            if entry.leaf is not None:
+                self.by_leaf[entry.leaf] += _nbytes(entry.value)
+            elif entry.address is not None:
+                self.rest += _nbytes(entry.value)
+
+    def _without_copies(self, structure: Any, paths: Sequence[str]) -> PyTree:
+        """The state without trees of the structure of the parameters, whose arrays are added to their leaves."""
+
+        def is_copy(node: Any) -> bool:
+            return jax.tree.structure(node) == structure
+
+        if not 1 < len(paths) == structure.num_leaves:
+            return self.shapes
+        nodes, treedef = jax.tree.flatten(self.shapes, is_leaf=is_copy)
+        copies = {i: jax.tree.leaves(node) for i, node in enumerate(nodes) if is_copy(node)}
+        for arrays in copies.values():
+            for path, array in zip(paths, arrays, strict=True):
+                self.by_leaf[path] += _nbytes_of(array.shape, array.dtype)
+        return jax.tree.unflatten(treedef, [None if i in copies else node for i, node in enumerate(nodes)])
+
+
+def _struct(value: Any) -> Any:
+    """The shape of a parameter; optimizers take a Python number for an array."""
+    return jax.eval_shape(jnp.asarray, value) if is_scalar(value) else _tree.struct_of(value)
 
 
 def _nbytes(shapes: PyTree) -> int:
-    return sum(-(-math.prod(leaf.shape) * bits_of(leaf.dtype) // 8) for leaf in jax.tree.leaves(shapes))
+    return sum(_nbytes_of(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
+
+
+@functools.cache
+def _nbytes_of(shape: tuple[int, ...], dtype: Any) -> int:
+    return -(-math.prod(shape) * bits_of(dtype) // 8)
 
 
 @functools.cache

@@ -148,8 +148,11 @@ class Entry(NamedTuple):
         return ~np.asarray(frozen).reshape(np.shape(frozen) or (1,) * len(self.shape))
 
 
-def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
-    """The entries of a state, in its order. ``shapes`` gives the shape of each parameter by path."""
+def entries_of(state: PyTree, shapes: Mapping[str, Any], largest: int = 0) -> list[Entry]:
+    """The entries of a state, in its order. ``shapes`` gives the shape of each parameter by path.
+
+    ``largest`` is the number of parameters in a tree that was taken out of the state.
+    """
     subtrees = sorted(_subtrees(state, _Subtree("", "")), key=lambda subtree: -len(subtree.path))
     entries: list[Entry] = []
     for path, value in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
@@ -159,7 +162,7 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any]) -> list[Entry]:
         else:
             address = join(at.address, path[len(at.path) :].lstrip("/"))
             entries.append(Entry(address, value, at.scope, at.optional, at.parts, at.wrapper_field))
-    owner_of = parameter_of((entry.address for entry in entries if entry.address is not None), shapes)
+    owner_of = parameter_of((entry.address for entry in entries if entry.address is not None), shapes, largest)
     return [entry if entry.optional else _with_leaf(entry, shapes, owner_of) for entry in entries]
 
 

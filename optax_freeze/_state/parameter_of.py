@@ -5,12 +5,13 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 
 
-def parameter_of(addresses: Iterable[str], params: Collection[str]) -> Callable[..., str | None]:
+def parameter_of(addresses: Iterable[str], params: Collection[str], largest: int = 0) -> Callable[..., str | None]:
     """Returns a function from the address of an array to the path of its parameter, or to None.
 
     The end of an address may be ambiguous: a parameter may have the name of a field of the state. Of the trees that may
     contain the array, the one with the most parameters decides. Trees with at most half as many parameters as the
-    largest tree are ignored, unless the array is known to be that of a parameter (``is_part``).
+    largest tree are ignored, unless the array is known to be that of a parameter (``is_part``). ``largest`` is the
+    number of parameters in a tree without addresses here.
 
     >>> addresses = ["0/count", "0/mu/count", "0/mu/mu/kernel", "0/nu/count", "0/nu/mu/kernel"]
     >>> list(map(parameter_of(addresses, {"count", "mu/kernel"}), addresses))
@@ -27,7 +28,7 @@ def parameter_of(addresses: Iterable[str], params: Collection[str]) -> Callable[
         return found[::-1]
 
     sizes = collections.Counter(tree for address in set(addresses) for tree, _ in readings(address))
-    largest = max(sizes.values(), default=0)
+    largest = max([largest, *sizes.values()])
 
     def owner(address: str, is_part: bool = False) -> str | None:
         found = [(sizes[tree], path) for tree, path in readings(address) if is_part or 2 * sizes[tree] > largest]

@@ -60,7 +60,8 @@ def train_step(
     """
     refuse_no_function(loss, tx, _CALL)
     _refuse_unknown(extra_args)
-    in_place = isinstance(as_transformation(tx, _CALL, other=loss).update, Update)
+    update = as_transformation(tx, _CALL, other=loss).update
+    of_groups = update.of_groups if isinstance(update, Update) else None
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
         try:
@@ -76,10 +77,10 @@ def train_step(
                 fix="swap the first two arguments",
             ) from error
         of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
-        if isinstance(spec, GroupSpec) and not spec.is_known and in_place:
+        if isinstance(spec, GroupSpec) and not spec.is_known and of_groups is not None:
             found = gradient_of_groups(of_params, spec, params, has_aux)
         gradient = value_and_grad(of_params, spec, has_aux=has_aux)
-        value, grads = gradient(params) if found is None else (found.value, found)
+        value, grads = gradient(params) if found is None else (found.value, None)
         value_fn = (lambda params: of_params(params)[0]) if has_aux else of_params
         known = {
             "value": value[0] if has_aux else value,
@@ -88,8 +89,12 @@ def train_step(
             "obj_fn": value_fn,
             "grad_fn": lambda params, *_: gradient(params)[1],
         }
+        given = {name: known[name] for name in extra_args}
         try:
-            new, state = update_params(tx, grads, state, params, **{name: known[name] for name in extra_args})
+            if found is not None and of_groups is not None:
+                new, state = of_groups(found, state, params, given)
+            else:
+                new, state = update_params(tx, grads, state, params, **given)
         except (TypeError, ValueError) as error:
             asked = [name for name in known if f"'{name}'" in str(error) or (name[-3:] == "_fn" and name in str(error))]
             if asked and not {*asked} & {*extra_args}:

@@ -8,7 +8,8 @@
    objects of JAX and Optax happens during the second import, whatever is imported; it takes almost half of the time in
    the second row.
 3. ``fz.summary`` of a tree of 100,000 leaves in nested dictionaries, for several forms of spec, compared with
-   ``jax.tree.map`` of the identity; and the text of a summary.
+   ``jax.tree.map`` of the identity; the same with AdamW, compared with ``jax.eval_shape`` of its ``init``; and the text
+   of a summary.
 
 CPU times; medians of alternating runs without garbage collection, except for imports.
 
@@ -137,7 +138,17 @@ def summaries() -> None:
     for name in SPECS:
         table.add_row(name, *(f"{seconds[name] / seconds['map']:.1f}" for seconds in columns))
     measure.show(table)
-    summary = fz.summary(trees["tree of shapes"], "layer_1/**")
+    shapes = trees["tree of shapes"]
+    calls = {
+        "jax.eval_shape(adamw.init, shapes)": lambda: jax.eval_shape(ADAMW.init, shapes),
+        "fz.summary(shapes, frozen, adamw)": lambda: fz.summary(shapes, "layer_1/**", ADAMW),
+    }
+    table = measure.table(f"fz.summary of {10 * LAYERS:,} leaves with AdamW", timed=("seconds", "ratio"))
+    seconds = measure.tracing_in_turn(calls, rounds=1)
+    for name, median in seconds.items():
+        table.add_row(name, f"{median:.1f}", f"{median / next(iter(seconds.values())):.2f}")
+    measure.show(table)
+    summary = fz.summary(shapes, "layer_1/**")
     seconds = timeit.timeit(lambda: str(summary), timer=time.process_time, number=1)
     table = measure.table('Text of the summary with frozen="layer_1/**"', "lines", timed=["seconds"])
     table.add_row("str(summary)", f"{len(str(summary).splitlines())}", f"{seconds:.1f}")

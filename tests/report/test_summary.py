@@ -485,3 +485,16 @@ class TestManyLeaves:
         found, summary = self.traced_leaves(lambda: optax.flatten(optax.adam(0.1)))
         assert found == [40, 2, 38]
         assert summary.state_bytes == self.exact(lambda: optax.flatten(optax.adam(0.1)))
+
+    def test_an_optimizer_may_ask_for_the_structure_of_its_parameters(self):
+        def init(params):
+            return optax.adam(0.1).init({name: params[name] | {"scale": jnp.ones(3)} for name in self.params})
+
+        tx = optax.GradientTransformation(init, optax.adam(0.1).update)
+        summary = fz.summary(self.params, "layer_0/kernel", tx)
+        assert summary.state_bytes == nbytes(jax.eval_shape(fz.freeze(tx, "layer_0/kernel").init, self.params))
+
+    def test_a_leaf_with_the_name_of_a_count(self):
+        params = {**self.params, "count": shape(5)}
+        summary = fz.summary(params, "layer_0/**", optax.adam(0.1))
+        assert dict(zip((row.path for row in summary.rows), summary.row_state_bytes, strict=True))["count"] == 2 * 4 * 5
