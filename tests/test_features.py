@@ -669,23 +669,6 @@ def test_it_is_pickled_without_what_it_opened_and_read_by_threads(stored):
     assert bits(pickle.loads(pickle.dumps(again))[:]) == bits(expected)
 
 
-def test_large_examples_are_written_and_read_in_threads(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    params = {**PARAMETERS, "encoder": normal(9, 4, 2**14)}
-    batches = [normal(i, count, 4) for i, count in enumerate([31, 7, 1])]
-    write(tmp_path, params=params, batches=batches)
-    found, expected = features.read(tmp_path), of_all(batches, params=params)
-    for index in (slice(None), slice(3, 38), [17], np.random.default_rng(0).permutation(39)):
-        assert bits(found[index]) == bits([array[index] for array in expected])
-    flipped_at = 128 + 23 * 2**16 + 9
-    content = bytearray((tmp_path / "0.npy").read_bytes())
-    content[flipped_at] ^= 1
-    (tmp_path / "0.npy").write_bytes(content)
-    for index in (slice(None), np.arange(39)[::-1]):
-        with pytest.raises(ValueError, match="entry 23 with another checksum"):
-            features.read(tmp_path)[index]
-
-
 def test_an_array_of_several_processes_is_refused(tmp_path, monkeypatch):
     for spread, says in (((5, 6), "at: a batch.*its own directory"), ((5, 8), "at: the features")):
         is_here = property(lambda array, spread=spread: array.shape != spread)
@@ -705,7 +688,7 @@ def test_progress_goes_to_stderr(tmp_path, capsys):
 
 @pytest.mark.parametrize("width", [8, 2**15])
 def test_the_files_are_those_of_numpy(width, tmp_path):
-    """Of large examples each is read on its own, by several threads."""
+    """Large examples are read one by one, and small ones many at once."""
     params = {"encoder": normal(0, 6, width), "head": normal(1, width, 2)}
     write(tmp_path, params=params)
     expected, found = of_all(X, params=params), features.read(tmp_path)

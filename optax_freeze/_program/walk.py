@@ -74,11 +74,13 @@ def schedule(
     if late is None and program.on_host and not is_late:
         origins = {number: frozenset({(number, False)}) for number in program.on_host}
         late = Late(program, origins, range(program.num_inputs), decides)
+    recorded = len(log or ())
     walk = Walk(program, log, late, is_late, known, decides)
-    wanted = [(*walk.operand(value, region), guard) for value, region, guard in outputs]
-    for each in wanted:
-        walk.want(*each)
-    walk.run()
+    wanted = walk.run(outputs)
+    if compared := walk.compared_in_part():
+        del (log or [])[recorded:]
+        walk = Walk(program, log, late, is_late, known, decides, compared)
+        wanted = walk.run(outputs)
     computed = {n for eqn in program.eqns for n in eqn.outputs}
     computed.update(n for task in walk.tasks for n in task.written_numbers)
     given = {n: wanted for n, wanted in walk.wanted.items() if n not in computed}
@@ -87,7 +89,10 @@ def schedule(
 
 @dataclasses.dataclass
 class Walk:
-    """The state of a walk: what is wanted of each value, and the tasks found, the last first."""
+    """The state of a walk: what is wanted of each value, and the tasks found, the last first.
+
+    ``compared`` are the comparisons of which everything is computed, by the numbers of their results.
+    """
 
     program: Program
     log: Any
@@ -95,6 +100,7 @@ class Walk:
     is_late: bool
     known: Known | None
     decisive: Collection[int]
+    compared: Collection[int] = ()
 
     def __post_init__(self) -> None:
         self.wanted: dict[int, Wanted] = {}
@@ -192,8 +198,11 @@ class Walk:
         """Which results of an operation decide."""
         return [number in self.decisive for number in eqn.outputs]
 
-    def run(self) -> None:
-        """Walks over all equations, the last first."""
+    def run(self, outputs: Sequence[tuple[Any, Region, int]]) -> list[tuple[Any, Region, int]]:
+        """Walks over all equations, the last first, and returns what is wanted of the outputs."""
+        found = [(*self.operand(value, region), guard) for value, region, guard in outputs]
+        for each in found:
+            self.want(*each)
         for eqn in reversed(self.program.eqns):
             wanted: list[Wanted] = [self.wanted.get(number, {}) for number in eqn.outputs]
             if eqn.has_effects:
@@ -209,6 +218,22 @@ class Walk:
                     self._single(eqn, place, wanted[place])
             else:
                 self._several(eqn, wanted)
+        return found
+
+    def compared_in_part(self) -> set[int]:
+        """The comparisons of which rows are computed, with arrays of which another operation needs everything.
+
+        A compiler computes rows of such an array again where it is cut, and rounds them otherwise.
+        """
+        found = set()
+        for eqn in self.program.eqns if self.decisive else ():
+            arrays = [n for n in eqn.inputs if isinstance(n, int) and n in self.decisive]
+            if len(arrays) == 2 and is_cheap(eqn) and eqn.avals_out[0].dtype == bool:
+                wanted = self.wanted.get(eqn.outputs[0], {})
+                in_part = bool(wanted) and EVERYTHING not in wanted
+                again = any(EVERYTHING in self.wanted.get(n, {}) and not self.materialized.is_stored(n) for n in arrays)
+                found |= {eqn.outputs[0]} if in_part and again else set()
+        return found
 
     def _looks_up(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
         """Adds the task of a lookup or a product with experts that are in host memory; only the rows used are read."""
@@ -258,7 +283,9 @@ class Walk:
         decides = eqn.outputs[place] in self.decisive and not in_part
         is_static = all(isinstance(region, Rows) for region in wanted)
         is_few = len(wanted) <= _MOST_REPEATS or (is_static and not overlap(list(wanted), shape))
-        if is_cheap(eqn) and is_few and not is_stored and not decides:
+        if eqn.outputs[place] in self.compared and not in_part:
+            chosen = {EVERYTHING: joined_guard([wanted])}
+        elif is_cheap(eqn) and is_few and not is_stored and not decides:
             chosen = wanted
         elif (
             (decides and len(chosen) > 1)

@@ -4,14 +4,12 @@ All have one entry after another: an example, or a variant of it. A checksum is 
 files grow, and get their final shape when all is written.
 """
 
-import concurrent.futures
 import io
-import itertools
 import math
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,12 +21,6 @@ from optax_freeze.features._record import Record, damaged
 
 _RUN_BYTES = 2**18
 """The bytes that are read at once: so many are still in the cache when their checksums are computed."""
-
-_LEAST_OF_A_THREAD = 2**20
-"""The bytes that are worth a thread."""
-
-_LEAST_OF_AN_ENTRY = 2**14
-"""The bytes of an entry of which the checksum is computed beside other threads: below 5 KiB, Python does not."""
 
 _CHECKSUMS = jax.ShapeDtypeStruct((), np.uint32)
 
@@ -77,10 +69,6 @@ class _File:
         stored, size = os.fstat(self.fd).st_size, self.begin + entries * self.size
         if stored != size:
             raise damaged(self.path, f"{stored} bytes", f"{size} bytes")
-
-    def part(self, array: memoryview, entries: range) -> memoryview:
-        """The bytes of some entries of an array."""
-        return array[entries.start * self.size : entries.stop * self.size]
 
     def write(self, at: int, data: Any) -> None:
         left = memoryview(data)
@@ -143,17 +131,12 @@ class Writer:
     def append(self, record: Record, arrays: Sequence[np.ndarray]) -> None:
         """Writes entries after those of the record, over what a stopped process may have left there."""
         checksums, *files = self._files
-        views = [_as_bytes(np.ascontiguousarray(array)) for array in arrays]
-
-        def write(part: range) -> list[int]:
-            found = [0] * len(part)
-            for file, view in zip(files, views, strict=True):
-                rows = [view[k * file.size : (k + 1) * file.size] for k in part]
-                file.write(file.begin + (record.entries + part.start) * file.size, file.part(view, part))
-                found = [*map(zlib.crc32, rows, found)]
-            return found
-
-        found = _by_parts(write, len(arrays[0]), files)
+        found = [0] * len(arrays[0])
+        for file, array in zip(files, arrays, strict=True):
+            view = _as_bytes(np.ascontiguousarray(array))
+            file.write(file.begin + record.entries * file.size, view)
+            rows = (view[k * file.size : (k + 1) * file.size] for k in range(len(found)))
+            found = [*map(zlib.crc32, rows, found)]
         checksums.write(checksums.begin + record.entries * checksums.size, np.array(found, np.uint32))
 
     def sync(self) -> None:
@@ -182,34 +165,17 @@ class Reader:
     def read(self, entries: Any) -> list[np.ndarray]:
         """The features of one entry, of a slice of entries, or of several."""
         numbers = np.r_[entries].astype(int).tolist()
-        arrays = [np.empty((len(numbers), *file.shape), file.dtype) for file in self._files]
-
-        def read(part: range) -> list[int]:
-            found = [0] * len(part)
-            for file, array in zip(self._files, arrays, strict=True):
-                out = file.part(_as_bytes(array), part)
-                if isinstance(entries, slice):
-                    file.read_run(entries.start + part.start, out, found)
-                else:
-                    file.read_each(numbers[part.start : part.stop], out, found)
-            return found
-
-        found = _by_parts(read, len(numbers), self._files)
+        count = len(numbers)
+        arrays, found = [np.empty((count, *file.shape), file.dtype) for file in self._files], [0] * count
+        for file, array in zip(self._files, arrays, strict=True):
+            if isinstance(entries, slice):
+                file.read_run(entries.start, _as_bytes(array), found)
+            else:
+                file.read_each(numbers, _as_bytes(array), found)
         wrong = np.flatnonzero(self._checksums[numbers] != np.array(found, np.uint32))
         if wrong.size:
             raise damaged(self._where, f"entry {numbers[wrong[0]]} with another checksum")
         return [array[0] for array in arrays] if isinstance(entries, int) else arrays
-
-
-def _by_parts(function: Callable[[range], list[int]], count: int, files: Sequence[_File]) -> list[int]:
-    """The checksums of entries, which a function reads or writes some of: in threads if the entries are large."""
-    size = sum(file.size for file in files)
-    threads = min(os.cpu_count() or 1, count, count * size // _LEAST_OF_A_THREAD)
-    if size < _LEAST_OF_AN_ENTRY or threads < 2:
-        return function(range(count))
-    begins = [count * i // threads for i in range(threads + 1)]
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        return [*itertools.chain(*pool.map(function, itertools.starmap(range, itertools.pairwise(begins))))]
 
 
 def _as_bytes(array: Any) -> memoryview:

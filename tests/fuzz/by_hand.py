@@ -178,9 +178,10 @@ def carry(
             its.leaves.add(place.param)
             # Shapes cannot tell the axis of the rows where there are as many as another axis is long.
             count = shape[now.axis] if now.kind == "rows" else 0
-            its.is_unknown |= (
-                np.shape(array) not in (shape, ()) and bool(count) and (count < 3 or shape.count(count) > 1)
-            )
+            if np.shape(array) not in (shape, ()):
+                its.is_unknown |= bool(count) and (count < 3 or shape.count(count) > 1)
+            elif shape.count(count) > 1:  # a projection may have the shape of the rows
+                its.is_unknown |= axis_of_rows(tx, new, place, params) != now.axis
             carried.append(value)
         for its in places_of.values():
             before = [{p.param for p, _ in old[n] if [p.label, p.around] == at} - {None} for n, *at in its.origins]

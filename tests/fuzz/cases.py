@@ -96,10 +96,16 @@ def pieces_of_fewer_rows(p, x):
     return total(*(jnp.tanh(jnp.tanh(piece @ p["b"]) @ p["b"]) for piece in pieces))
 
 
+def two_maxima(p, x):
+    """Rows of what is compared with its maximum are computed again beside those of the other one, rounded otherwise."""
+    return total(jnp.max(p["a"] * p["a"] - 0.3 * p["a"], axis=0), jnp.max(p["a"] * p["a"] + 0.3 * p["a"], axis=0))
+
+
 CASES = {
     "a float counter": Case(float_counter, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
     "keys of rbg": Case(keys_of_rbg, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
     "a maximum": Case(maximum, {"a": ((64, 64), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((1, 3),)),
+    "two maxima": Case(two_maxima, {"a": ((2, 3, 4), "float32")}, lambda: {"a": ~fz.rows([0], 1)}),
     "sizes of NumPy": Case(
         sizes_of_numpy,
         {**SMALL, "b": ((3, 4, 4), "float32")},

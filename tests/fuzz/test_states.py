@@ -587,3 +587,13 @@ def test_a_history_begins_anew_where_leaves_come_or_go(name):
         state.init(name=name, leaves="abc", arrangement=before, jit=False)
         state.step(compiled="eager", seed=0, way="update")
         state.migrate(arrangement=after)
+
+
+def test_rows_of_a_square_part_beside_a_projection_of_its_shape():
+    """It is not known that the axes of the projection are not the rows."""
+    state = Training()
+    state.init(
+        name="contrib.galore", leaves="b", arrangement=("when", [(0, ("rows", 0, 1, "dynamic"), False)]), jit=False
+    )
+    state.step(compiled="eager", seed=0, way="update")
+    state.replace(jit=False, shift=1)
