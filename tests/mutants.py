@@ -152,7 +152,11 @@ _BY_FILE = {
         ("if plans.names != own.names:", "if False:", "-k state_of_other_leaves_or_groups"),
         ("if {*state.plan.names} != {*state.groups}:", "if False:", "-k TheStateOf"),
         ("if group.name in keys or not group.each]", "]", "-k leaves_that_cannot_train"),
-        ("and coupled is not None:", "and False:", "tests/state/test_train_step.py -k gradient_and_the_update"),
+        (
+            "if coupled is None:\n            return update(",
+            "if True:\n            return update(",
+            "tests/state/test_train_step.py -k gradient_and_the_update",
+        ),
         ("_without_frozen_groups(call, frozen, own)", "call", "-k over_the_groups"),
         ("{name: of_others(fn) for name", "{name: fn for name", "-k over_the_groups"),
         (
@@ -201,7 +205,11 @@ _BY_FILE = {
             "tests/optimizer/test_leafwise.py -k share",
         ),
         (" if i not in self.missing]", "]", "tests/test_model_libraries.py -k without_a_gradient"),
-        ("found | {name: updates for", "found | {name: value for", "tests/state/test_train_step.py -k extra_arguments"),
+        (
+            '{**found, "grad": updates} if call.is_late and "grad" in found else found',
+            "found",
+            "tests/state/test_train_step.py -k extra_arguments",
+        ),
         (
             "if of_group and self._is_leafwise and is_tree(plan):",
             "if of_group and self._is_leafwise:",
@@ -440,7 +448,7 @@ _BY_FILE = {
         ("(stop - 1 - n if reverse else start + n, {}))[0]", "(stop - 1 - n if reverse else n, {}))[0]", "-k known"),
         ("functools.reduce(jnp.maximum, [each[-1] for", "functools.reduce(jnp.minimum, [each[-1] for", "-k two"),
         ("[each[0] for each in numbers]", "[each[-1] for each in numbers]", "-k test_steps"),
-        ("self.ends_early = not any(carry) and is_dynamic", "self.ends_early = is_dynamic", "-k test_steps"),
+        ("self.ends_early = not any(self.wanted) and is_dynamic", "self.ends_early = is_dynamic", "-k test_steps"),
         ("if not found.length:", "if False:", "-k others"),
         ("if not segment.outputs and not any(carry) and not self.eqn.has_effects:", "if False:", "-k start"),
         ("if len(segments) > _MOST_SEGMENTS:", "if False:", "-k segments"),
@@ -555,7 +563,7 @@ _BY_FILE = {
     ("_program/walk.py", "tests/gradient/test_from_the_host.py"): [
         ("and found.regions[0] is EVERYTHING", "and False", "tests/gradient/test_explain.py -k one_by_one"),
         ("if without_rule and eqn.primitive is jax.lax.top_k_p:", "if False:", "tests/fuzz -k largest"),
-        ("if compared := walk.compared_in_part():", "if compared := ():", "tests/fuzz -k two_maxima"),
+        ("if compared := walk.compared_in_part():", "if compared := ():", "tests/fuzz -k maxima"),
         (" and not overlap(list(wanted), shape)", "", "tests/program/test_walk.py -k few_times"),
         (
             "isinstance(found, Mapped) and self.late is not None and loops.shard_map(self, eqn, found, wanted)",
@@ -648,9 +656,9 @@ _BY_FILE = {
     ("_report/state_bytes.py", "tests/report/test_summary.py"): [
         ("[leaf.inexact for leaf in plan.leaves]", "[leaf.dtype for leaf in plan.leaves]", ""),
         ("return jnp.iinfo(dtype).bits", "return np.dtype(dtype).itemsize * 8", "-k narrow_numbers"),
-        ("held.rest == full.rest and ", "", "-k not_by_leaf"),
+        ("found.rest == full.rest and ", "", "-k not_by_leaf"),
         (", len(self.by_leaf)):", "):", "-k name_of_a_count"),
-        ("        is_same = False\n    if", "        raise\n    if", "-k ask_for_the_structure"),
+        ("contextlib.suppress(Exception)", "contextlib.suppress()", "-k ask_for_the_structure"),
     ],
     ("_spec/apply_updates.py", "tests/state/test_dynamic_rows.py"): [
         ('refuse_other_rows(change, selection, paths()[i], "updates")', "pass", "-k outside_of_a_program"),
@@ -810,7 +818,7 @@ _BY_FILE = {
         ('"value": value[0] if has_aux else value', '"value": value', "-k extra_arguments"),
         ("(lambda params: of_params(params)[0]) if has_aux else of_params", "of_params", "-k extra_arguments"),
         ("error.add_note(f", "str(f", "-k extra_arguments"),
-        ("and in_place:", "and True:", "-k other_transformations"),
+        ("and of_groups is not None:\n            found", "and True:\n            found", "-k other_transformations"),
     ],
     ("_verify/base_record.py", "tests/test_checkpoint.py"): [
         ("else os.path.realpath(where)", "else os.path.abspath(where)", "-k 'two_threads and False'"),

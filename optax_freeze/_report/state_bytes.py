@@ -1,5 +1,6 @@
 """Counts the bytes of an optimizer's state, without and with freezing."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -48,15 +49,15 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
     }
     sample = {kind: path for path, kind in kinds.items()}
     some = {*sample.values(), *(leaf.path for leaf, selection in leaves if selection.in_part)}
-    try:
-        keep = [leaf.path in some for leaf in plan.leaves]
-        kept = [tuple(itertools.compress(each, keep)) for each in (plan.leaves, plan.selections)]
-        spec = dataclasses.replace(plan, leaves=kept[0], selections=kept[1]).as_spec
-        held = _State(freeze(tx, spec, tied="ignore").init, params, plan.leaves, keep, gone=None)
-        is_same = held.rest == full.rest and all(held.by_leaf[p] == full.by_leaf[p] for p in sample.values())
-    except Exception:  # an optimizer may expect the structure of its parameters
-        is_same = False
-    if not is_same:
+    keep = [leaf.path in some for leaf in plan.leaves]
+    kept = [tuple(itertools.compress(each, keep)) for each in (plan.leaves, plan.selections)]
+    spec = dataclasses.replace(plan, leaves=kept[0], selections=kept[1]).as_spec
+    held = None
+    with contextlib.suppress(Exception):  # an optimizer may expect the structure of its parameters
+        found = _State(freeze(tx, spec, tied="ignore").init, params, plan.leaves, keep, gone=None)
+        is_same = found.rest == full.rest and all(found.by_leaf[p] == full.by_leaf[p] for p in sample.values())
+        held = found if is_same else None
+    if held is None:
         some, keep = kinds.keys(), [leaf.dtype is not None for leaf in plan.leaves]
         held = _State(freeze(tx, plan.as_spec, tied="ignore").init, params, plan.leaves, keep)
     others = {path: full.by_leaf[path] for path in kinds.keys() - some}
