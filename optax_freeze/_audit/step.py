@@ -104,12 +104,13 @@ class Step:
     def _other_frozen_leaves(self, tree: PyTree, params: Any, frozen: Spec) -> dict[str, int]:
         """The integers, bools, keys and Python numbers that a spec freezes; not the streams of NNX."""
         # Equal numbers are one object, so their positions are those of arrays in their place.
-        arrays = [np.array(leaf) if is_scalar(leaf) else leaf for leaf in self.start]
-        positions = {id(leaf): position for position, leaf in enumerate(arrays) if is_array(leaf)}
+        leaves = [np.array(leaf) if is_scalar(leaf) else leaf for leaf in self.start]
         try:
-            places = _tree.walk(_parameters(self._state(arrays), params)).values
+            places = _tree.walk(_parameters(self._state(leaves), params)).values
         except Exception:  # a function that needs Python numbers
-            places = _tree.walk(tree).values
+            leaves = [_own_number(leaf) for leaf in self.start]
+            places = _tree.walk(_parameters(self._state(leaves), params)).values
+        positions = {id(x): position for position, x in enumerate(leaves) if is_array(x) or is_scalar(x)}
         walk = _tree.walk(tree)
         found = walk.leaves()
         streams = getattr(sys.modules.get("flax.nnx"), "RngState", ())
@@ -289,6 +290,15 @@ def other_batch(batch: Any) -> Any:
         return (0.75 * leaf + 0.5 * back).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else back
 
     return jax.tree.map(other, batch)
+
+
+class _Int(int):
+    """An int that is an object of its own; small ones of Python are not."""
+
+
+def _own_number(leaf: Any) -> Any:
+    """A Python number as an object of its own; another leaf as it is."""
+    return _Int(leaf) if isinstance(leaf, int) else float(str(leaf)) if isinstance(leaf, float) else leaf
 
 
 def _of_optimizers(state: PyTree) -> set[int]:
