@@ -7,7 +7,7 @@ Parameters are a flat dict by path.
 import collections
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -122,15 +122,25 @@ def places(owner: Owner) -> list[tuple[Place, Any]]:
 
 
 def carry(
-    tx: Any, fresh: dict[str, Owner], olds: dict[str, Owner], params: dict[str, Any], *, replaced: bool
+    tx: Any,
+    fresh: dict[str, Owner],
+    olds: dict[str, Owner],
+    params: dict[str, Any],
+    *,
+    replaced: bool = False,
+    is_plain: bool = False,
 ) -> dict[str, Owner]:
-    """The states of new owners with what survives of the old ones; ``replaced``: each only from that of its name."""
+    """The states of new owners with what survives of the old ones.
+
+    ``replaced``: each only from that of its name. ``is_plain``: an old state does not say which leaves it is of, so one
+    without moments may be of any.
+    """
     old = {name: places(owner) for name, owner in olds.items()}
     numbers = {
         (name, place.label, place.address) for name in fresh for place, _ in places(fresh[name]) if place.param is None
     }
-    scopes = {name: leaves_of(owner) for name, owner in fresh.items()}
-    scopes_old = {name: leaves_of(owner) for name, owner in olds.items()}
+    scopes = {name: leaves_of(owner, owner.cuts) for name, owner in fresh.items()}
+    scopes_old = {name: leaves_of(owner, params if is_plain else owner.cuts) for name, owner in olds.items()}
     has_same_names = (len(fresh) > 1) == (
         len(olds) > 1
     )  # what has no group and an optimizer without groups are not one
@@ -226,12 +236,12 @@ def is_of_moments(place: Place, number: Any) -> bool:
     return not is_key and place.tree.rpartition("/")[2] not in WRAPPER_NUMBERS
 
 
-def leaves_of(owner: Owner) -> dict[str, set[str]]:
-    """The leaves of each label: those with arrays in its state; if none has any, all leaves."""
+def leaves_of(owner: Owner, every: Collection[str]) -> dict[str, set[str]]:
+    """The leaves of each label: those with arrays in its state; if none has any, every one."""
     found: dict[str, set[str]] = {}
     for place, _ in places(owner):
         found.setdefault(place.label, set()).update([place.param] if place.param is not None else [])
-    return found if any(found.values()) else {label: {*owner.cuts} for label in found}
+    return found if any(found.values()) else {label: {*every} for label in found}
 
 
 def merged(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from oracle import Case
-from programs import mesh, total
+from programs import curved, mesh, total
 
 import optax_freeze as fz
 
@@ -101,11 +101,25 @@ def two_maxima(p, x):
     return total(jnp.max(p["a"] * p["a"] - 0.3 * p["a"], axis=0), jnp.max(p["a"] * p["a"] + 0.3 * p["a"], axis=0))
 
 
+def most_rows_of_maxima(p, x):
+    """Numbers of dynamic rows cost more than the few rows save that are left out."""
+    v1 = p["a"] * p["a"] + 0.3 * p["a"]
+    v2 = p["a"] * 1.3 + jnp.max(v1 * v1 + 0.3 * v1, axis=1) * 0.7
+    v3 = jnp.max(p["a"] * p["a"] - 0.3 * p["a"], axis=0)
+    return curved(jnp.max(v2 * v2 - 0.3 * v2, axis=0), lax.sort((v3, v3), dimension=0, num_keys=1)[1])
+
+
 CASES = {
     "a float counter": Case(float_counter, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
     "keys of rbg": Case(keys_of_rbg, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
     "a maximum": Case(maximum, {"a": ((64, 64), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((1, 3),)),
     "two maxima": Case(two_maxima, {"a": ((2, 3, 4), "float32")}, lambda: {"a": ~fz.rows([0], 1)}),
+    "most rows of maxima": Case(
+        most_rows_of_maxima,
+        {"a": ((64, 64), "float32"), "b": ((64, 64), "complex64")},
+        lambda n: {"a": fz.rows(n, 1), "b": fz.rows(slice(20, None))},
+        ((46, 28, 19),),
+    ),
     "sizes of NumPy": Case(
         sizes_of_numpy,
         {**SMALL, "b": ((3, 4, 4), "float32")},

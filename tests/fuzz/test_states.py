@@ -460,13 +460,13 @@ class Training(RuleBasedStateMachine):
 
     @rule(arrangement=ARRANGEMENTS)
     def migrate(self, arrangement):
-        olds, was_when = self.owners, bool(self.its.conditions)
+        olds, was_when, was_plain = self.owners, bool(self.its.conditions), self.its.kind == "plain"
         self.step_count = self.step_count if was_when else 0
         self.arrange(arrangement)
         fresh = {
             name: self.by_hand(by_hand.init, self.inner, cuts, self.params) for name, cuts in self.its.cuts.items()
         }
-        self.owners = by_hand.carry(self.inner, fresh, olds, self.params, replaced=False)
+        self.owners = by_hand.carry(self.inner, fresh, olds, self.params, is_plain=was_plain)
         self.state = fz.migrate(self.state, self.its.tx, self.its.own(self.tree))
         self.compare()
 
@@ -597,3 +597,11 @@ def test_rows_of_a_square_part_beside_a_projection_of_its_shape():
     )
     state.step(compiled="eager", seed=0, way="update")
     state.replace(jit=False, shift=1)
+
+
+def test_a_plain_state_without_moments_may_be_of_any_leaf():
+    state = Training()
+    state.init(name="noisy_sgd", leaves="ab", arrangement=("plain", []), jit=False)
+    state.migrate(arrangement=("plain", [True]))
+    state.step(compiled="eager", seed=0, way="update")
+    state.migrate(arrangement=("when", [(0, False, False)]))
