@@ -206,7 +206,7 @@ _BY_FILE = {
         ),
         (" if i not in self.missing]", "]", "tests/test_model_libraries.py -k without_a_gradient"),
         (
-            '{**found, "grad": updates} if call.is_late and "grad" in found else found',
+            '{**found, "grad": updates} if call.computes_grads and "grad" in found else found',
             "found",
             "tests/state/test_train_step.py -k extra_arguments",
         ),

@@ -136,11 +136,11 @@ def freeze_when(
         return with_own_buffers(state, params)
 
     def of_groups(
-        late: GradientOfGroups, state: PyTree, params: PyTree, extra_args: dict[str, Any]
+        gradient_of: GradientOfGroups, state: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> tuple[PyTree, PyTree]:
         if coupled is None:
-            return update(None, state, params, extra_args, in_place=True, late=late)
-        grads = late.tree()
+            return update(None, state, params, extra_args, in_place=True, gradient_of=gradient_of)
+        grads = gradient_of.tree()
         given = {**extra_args, "grad": grads} if "grad" in extra_args else extra_args
         return update(grads, state, params, given, in_place=True)
 
@@ -151,16 +151,16 @@ def freeze_when(
         extra_args: dict[str, Any],
         *,
         in_place: bool,
-        late: GradientOfGroups | None = None,
+        gradient_of: GradientOfGroups | None = None,
     ) -> tuple[PyTree, PyTree]:
         state = accepted.state(state, updates if params is None else params)
         if {*state.plan.names} != {*state.groups}:  # known only after `optax.tree_map_params`
             raise other_transformation(f"groups {list(state.groups)}", f"groups {list(state.plan.names)}")
         plans: GroupPlans = state.current_plan
-        if late is None:
+        if gradient_of is None:
             call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)
         else:
-            call = InnerUpdate.late(plans.everything, params, extra_args)
+            call = InnerUpdate.computing_grads(plans.everything, params, extra_args)
         frozen = list(frozen_groups(state).values())
         grads, coupled_state = call.grads, state.coupled_state
         if coupled is not None:
@@ -171,14 +171,13 @@ def freeze_when(
 
         def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
             own, norm = call.grads, jnp.zeros([], jnp.float32)
-            if late is not None:
-                computed = late.of_group(n)
-                own = plans.everything.full(computed)
+            if gradient_of is not None:
+                own = plans.everything.full(gradient_of.of_group(n))
             if n < len(plans.names) and plans.conditions[n].takes_norm:
                 norm = global_norm(plans.plans[n].trainable(call.treedef, own))
-            return grads if late is None else own, norm
+            return grads if gradient_of is None else own, norm
 
-        now = [*frozen, False] if late is None else late.frozen
+        now = [*frozen, False] if gradient_of is None else gradient_of.frozen
         now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
         states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
         run = call.new_params if in_place else call.updates

@@ -41,7 +41,7 @@ class InnerUpdate(NamedTuple):
     params_treedef: Any
     extra_args: dict[str, Any]
     missing: frozenset[int] = frozenset()
-    is_late: bool = False
+    computes_grads: bool = False
 
     @classmethod
     def aligned(
@@ -53,10 +53,10 @@ class InnerUpdate(NamedTuple):
         return cls(treedef, values, params, olds, params_treedef, extra_args, missing)
 
     @classmethod
-    def late(cls, plan: Plan, params: PyTree, extra_args: dict[str, Any]) -> "InnerUpdate":
+    def computing_grads(cls, plan: Plan, params: PyTree, extra_args: dict[str, Any]) -> "InnerUpdate":
         """The arguments of an update in which the gradients are computed."""
         olds, treedef = plan.align(params, "params")
-        return cls(treedef, olds, params, olds, treedef, extra_args, is_late=True)
+        return cls(treedef, olds, params, olds, treedef, extra_args, computes_grads=True)
 
     def updates(
         self, tx: "Inner", plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
@@ -164,7 +164,7 @@ class Trees(NamedTuple):
 
     def extra_args(self, call: InnerUpdate, updates: PyTree) -> dict[str, Any]:
         found = _without_frozen(call.extra_args, self.plan, call.treedef, call.params)
-        return {**found, "grad": updates} if call.is_late and "grad" in found else found
+        return {**found, "grad": updates} if call.computes_grads and "grad" in found else found
 
     def flat(self, updates: PyTree) -> list[Any]:
         return _tree.flatten(updates)[0]
