@@ -54,7 +54,7 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
     spec = dataclasses.replace(plan, leaves=kept[0], selections=kept[1]).as_spec
     held = None
     with contextlib.suppress(Exception):  # an optimizer may expect the structure of its parameters
-        found = _State(freeze(tx, spec, tied="ignore").init, params, plan.leaves, keep, gone=None)
+        found = _State(freeze(tx, spec, tied="ignore").init, params, plan.leaves, keep, as_dict=True)
         is_same = found.rest == full.rest and all(found.by_leaf[p] == full.by_leaf[p] for p in sample.values())
         held = found if is_same else None
     if held is None:
@@ -67,7 +67,8 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
 class _State:
     """The shapes of an optimizer's state, and its bytes: of each leaf, and of what belongs to none but no mask.
 
-    Leaves for which ``keep`` is False are replaced by ``gone`` before ``init``.
+    Leaves for which ``keep`` is False are replaced by ``MaskedNode`` before ``init``; or it is given a dictionary from
+    paths to the others, in which nothing is in their places.
     """
 
     def __init__(
@@ -76,15 +77,19 @@ class _State:
         params: PyTree,
         leaves: Sequence[Leaf],
         keep: Sequence[bool],
-        gone: Any = _tree.MASKED_NODE,
+        as_dict: bool = False,
     ) -> None:
         values, treedef = _tree.flatten(params)
-        kept = [_struct(value) if here else gone for value, here in zip(values, keep, strict=True)]
-        given = jax.tree.unflatten(treedef, kept)
+        kept = [_struct(value) if here else _tree.MASKED_NODE for value, here in zip(values, keep, strict=True)]
+        paths = [*itertools.compress((leaf.path for leaf in leaves), keep)]
+        if as_dict:
+            given = dict(zip(paths, itertools.compress(kept, keep), strict=True))
+            paths = sorted(paths)
+        else:
+            given = jax.tree.unflatten(treedef, kept)
         self.shapes = eval_init(init, given)
         self.nbytes = _nbytes(self.shapes)
         self.rest, self.by_leaf = 0, Counter[str]()
-        paths = [*itertools.compress((leaf.path for leaf in leaves), keep)]
         others = self._without_copies(jax.tree.structure(given), paths)
         for entry in entries_of(others, {leaf.path: leaf.shape for leaf in leaves}, len(self.by_leaf)):
             if entry.leaf is not None:
