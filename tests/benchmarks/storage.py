@@ -2,8 +2,9 @@
 
 Features of 50,000 examples of 4 kB, and of 1,000 of 400 kB, in batches of 256 and of 16: written (for ours with the
 computation, which is a small product), read in order and in batches of a random order, of which each is dropped before
-the next, all from the cache of the operating system. TensorStore stores zarr with checksums, in files of 16 kB or of one example. ``numpy.memmap`` has no
-checksums, and nothing is forced to the disk. The table shows MB/s, in brackets the ratio to TensorStore.
+the next, all from the cache of the operating system. TensorStore stores zarr with checksums, in files of 16 kB or of
+one example. ``numpy.memmap`` has no checksums, and nothing is forced to the disk. The table shows MB/s, in brackets the
+ratio to TensorStore.
 
 Then: a batch of one example at the end of 12,000, beside one at the start; and the bytes of float32 that
 ``fz.fingerprint`` reads in a second, beside ``jnp.sum``.
