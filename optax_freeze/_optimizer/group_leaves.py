@@ -110,6 +110,8 @@ def _is_node(node: Any) -> bool:
 
 
 def _content(node: Any) -> Any:
-    """A leaf or its ``Part``, without an NNX variable."""
-    [array] = jax.tree.leaves(node) or [MASKED_NODE]
+    """A leaf or its ``Part``, without an NNX variable; a ``Part`` of several arrays (sm3) as it is."""
+    array, *others = jax.tree.leaves(node) or [MASKED_NODE]
+    if others:
+        return node
     return dataclasses.replace(node, values=array) if isinstance(node, Part) else array

@@ -605,3 +605,19 @@ def test_a_plain_state_without_moments_may_be_of_any_leaf():
     state.migrate(arrangement=("plain", [True]))
     state.step(compiled="eager", seed=0, way="update")
     state.migrate(arrangement=("when", [(0, False, False)]))
+
+
+@pytest.mark.parametrize("compiled", ["eager", "jit"])
+def test_a_group_of_rows_of_which_an_optimizer_has_several_arrays(compiled):
+    arrangement = ("when", [(0, ("rows", 0, 1, "static"), False)])
+    state = Training()
+    state.init(name="sm3", leaves="ab", arrangement=arrangement, jit=False)
+    state.step(compiled=compiled, seed=0, way="update")
+    state.migrate(arrangement=arrangement)
+    state.step(compiled=compiled, seed=1, way="train_step")
+
+
+def test_an_optimizer_that_refuses_complex_numbers():
+    state = Training()
+    state.init(name="contrib.adopt", leaves="ax", arrangement=("plain", []), jit=False)
+    state.migrate(arrangement=("plain", [("rows", 0, 1, "static")]))
