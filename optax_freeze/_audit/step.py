@@ -103,13 +103,9 @@ class Step:
 
     def _other_frozen_leaves(self, tree: PyTree, params: Any, frozen: Spec) -> dict[str, int]:
         """The integers, bools, keys and Python numbers that a spec freezes; not the streams of NNX."""
-        # Equal numbers are one object, so their positions are those of arrays in their place.
-        leaves = [np.array(leaf) if is_scalar(leaf) else leaf for leaf in self.start]
-        try:
-            places = _tree.walk(_parameters(self._state(leaves), params)).values
-        except Exception:  # a function that needs Python numbers
-            leaves = [_own_number(leaf) for leaf in self.start]
-            places = _tree.walk(_parameters(self._state(leaves), params)).values
+        # Equal numbers are one object, so their positions are those of others in their place.
+        leaves = [_own_number(leaf) for leaf in self.start]
+        places = _tree.walk(_parameters(self._state(leaves), params)).values
         positions = {id(x): position for position, x in enumerate(leaves) if is_array(x) or is_scalar(x)}
         walk = _tree.walk(tree)
         found = walk.leaves()
@@ -298,7 +294,11 @@ class _Int(int):
 
 def _own_number(leaf: Any) -> Any:
     """A Python number as an object of its own; another leaf as it is."""
-    return _Int(leaf) if isinstance(leaf, int) else float(str(leaf)) if isinstance(leaf, float) else leaf
+    if not is_scalar(leaf):
+        return leaf
+    if isinstance(leaf, complex):
+        return complex(leaf.real, leaf.imag)
+    return _Int(leaf) if isinstance(leaf, int) else float(str(leaf))
 
 
 def _of_optimizers(state: PyTree) -> set[int]:
