@@ -1,5 +1,6 @@
 """Evaluates some operations of a program."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -14,6 +15,29 @@ def live(eqns: Iterable[Equation], outputs: Iterable[Any], given: Collection[int
             found.append(eqn)
             wanted |= eqn.reads - {*given}
     return found[::-1]
+
+
+class Needed:
+    """The operations that some values need, while one value after the other is no longer computed."""
+
+    def __init__(self, eqns: Iterable[Equation], outputs: Iterable[Any]) -> None:
+        eqns, outputs = [*eqns], [*outputs]
+        self._made_by = {n: eqn for eqn in eqns for n in eqn.outputs}
+        self._uses = Counter(n for eqn in live(eqns, outputs) for n in eqn.reads)
+        self._uses.update({n for n in outputs if isinstance(n, int)})
+
+    def without(self, number: int) -> list[Equation]:
+        """The operations that are no longer needed without a value."""
+        left, found = [number], []
+        self._uses[number] = 0
+        while left:
+            eqn = self._made_by.get(left.pop())
+            if eqn is not None and all(self._uses[n] <= 0 for n in eqn.outputs):
+                found.append(eqn)
+                for n in eqn.reads:
+                    self._uses[n] -= 1
+                    left += [n] * (self._uses[n] == 0)
+        return found
 
 
 def evaluate(eqns: Iterable[Equation], env: dict[int, Any], keep: Collection[int] = ()) -> None:

@@ -7,7 +7,8 @@ each time, up to one factor, is that gradient.
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -43,66 +44,109 @@ class _Scalar(NamedTuple):
     inner: int | None = None  # its number in the body of the loop
 
 
+def ends_of_backward(
+    program: Program, results: Collection[int], leaving: Collection[int] = (), state: Collection[int] = ()
+) -> tuple[list[int], set[int]]:
+    """The values of a backward pass that other operations read, and those that loops, branches and calls return.
+
+    Args:
+      results: the results of the program.
+      leaving: other values that a jitted function returns.
+      state: the results that are the new state, which is no gradient where a loop of whole steps returns it.
+    """
+    made = {n for eqn in program.eqns if is_backward(eqn) or contains_backward(eqn) for n in eqn.outputs}
+    read, around = {*results}, set()
+    for eqn in live(program.eqns, results):
+        if not is_backward(eqn):
+            read |= eqn.reads
+            around |= {*eqn.outputs} if contains_backward(eqn) else set()
+    ends = (made & (read | {*leaving})) - (around & {*state})
+    return sorted(n for n in ends if is_inexact(program.avals[n])), around
+
+
 class Owners:
-    """Finds the owners of values of a program; ``inputs`` are its floating-point inputs, ``leaves`` among them."""
+    """Finds the owners of values of a program; ``inputs`` are its floating-point inputs, ``leaves`` among them.
+
+    Attributes:
+      scalars: for each value with an owner the scalar whose derivative it is.
+      undecided: the values that are zero or not finite, whatever the inputs are.
+    """
 
     def __init__(
-        self, program: Program, given: Sequence[Any], inputs: Collection[int], leaves: Collection[int]
+        self,
+        program: Program,
+        given: Sequence[Any],
+        inputs: Collection[int],
+        leaves: Collection[int],
+        in_loops: Mapping[int, Sequence[int]],
     ) -> None:
+        """``in_loops``: for results of loops the scalars in the body whose derivatives they may add up."""
         self._program, self._given, self._inputs, self._leaves = program, given, inputs, leaves
-        self._place = {n: place for place, eqn in enumerate(program.eqns) for n in eqn.outputs}
+        self._in_loops = in_loops
+        self.scalars: dict[int, int] = {}
+        self.undecided: set[int] = set()
         kinds = [jnp.finfo(aval.dtype) for aval in program.avals if is_inexact(aval)]
         self._epsilon = max((float(kind.eps) for kind in kinds if kind.bits > 8), default=0.0)  # the coarsest
 
-    def find(self, values: Iterable[int]) -> dict[int, set[int]]:
-        """For each value that is a gradient the inputs whose gradient it is."""
+    def find(self, values: Iterable[int], others: Iterable[int] = ()) -> dict[int, set[int]]:
+        """For each value that is a gradient the inputs whose gradient it is.
+
+        ``others`` are compared with the gradients that are found for the values.
+        """
         found: dict[int, set[int]] = {}
-        left = {n: self._start(n) for n in values}
+        program, starts = self._program, self._starts()
+        within = {n: place for place, eqn in enumerate(program.eqns) if contains_backward(eqn) for n in eqn.outputs}
+        within = {n: place for n, place in within.items() if not is_backward(program.eqns[place])}
+        values, others = {*values}, {*others}
+        left = {n: starts.get(n, len(program.eqns)) for n in sorted(values | others) if n not in within}
         tried: set[_Scalar] = set()
-        scalars = self._scalars({size for n in left for size in self._program.avals[n].shape[:1]})
-        for start in sorted({*left.values()}):
+        scalars = self._scalars({size for n in left for size in program.avals[n].shape[:1]})
+        for start in sorted({left[n] for n in left if n in values}):
             for scalar in [each for each in scalars if each.place <= start][: -_TRIES - 1 : -1]:
-                open_now = [n for n, first in left.items() if first == start and n not in found]
+                open_now = [n for n, first in left.items() if first == start and n not in found and n in values]
                 if open_now and scalar not in tried:
                     tried.add(scalar)
                     later = [n for n, first in left.items() if first >= scalar.place and n not in found]
                     found |= self._equal(scalar, later)
+        of_loops = [n for n in sorted(values | others) if n in within]
+        for place, inner in dict.fromkeys((within[n], inner) for n in of_loops for inner in self._in_loops.get(n, ())):
+            scalar = _Scalar(place, program.eqns[place].outputs[0], inner)
+            mine = [n for n in of_loops if within[n] == place and inner in self._in_loops.get(n, ()) and n not in found]
+            found |= self._equal(scalar, mine) if mine else {}
         return found
 
-    def _start(self, number: int) -> int:
-        """The place of the first operation of the backward pass that computes a value."""
-        wanted, first = [number], len(self._program.eqns)
-        seen: set[int] = set()
-        while wanted:
-            place = self._place.get(wanted.pop())
-            if place is not None and place not in seen:
-                seen.add(place)
-                eqn = self._program.eqns[place]
-                if is_backward(eqn):
-                    first = min(first, place)
-                    wanted += eqn.reads
-                elif contains_backward(eqn):
-                    first = min(first, place)
-        return first
+    def _starts(self) -> dict[int, int]:
+        """For each value that a backward pass reaches the place of the first operation of the last such pass."""
+        found: dict[int, int] = {}
+        in_pass: set[int] = set()
+        for place, eqn in enumerate(self._program.eqns):
+            reads = eqn.reads & (in_pass if is_backward(eqn) else found.keys())
+            first = [found[n] for n in reads]
+            if contains_backward(eqn) and not is_backward(eqn):
+                found |= dict.fromkeys(eqn.outputs, place)
+            elif is_backward(eqn):
+                in_pass.update(eqn.outputs)
+                found |= dict.fromkeys(eqn.outputs, min(first, default=place))
+            elif first:
+                found |= dict.fromkeys(eqn.outputs, max(first))
+        return found
 
     def _scalars(self, lengths: set[int]) -> list[_Scalar]:
         """The values that a backward pass may start from, in the order of the program."""
         program, found = self._program, []
         depends = dependent(program, self._inputs)
         for place, eqn in enumerate(program.eqns):
-            if is_backward(eqn) or depends.isdisjoint(eqn.outputs):
-                continue
-            for n in eqn.outputs:
+            for n in [] if is_backward(eqn) else depends.intersection(eqn.outputs):
                 aval = program.avals[n]
-                if n in depends and is_inexact(aval) and len(aval.shape) < 2 and {*aval.shape} <= lengths:
+                if is_inexact(aval) and len(aval.shape) < 2 and {*aval.shape} <= lengths:
                     found.append(_Scalar(place, n))
-            if isinstance(inside(eqn), Loop) and contains_backward(eqn):
-                body = flatten(programs_in(eqn)[0])
-                first = next((k for k, each in enumerate(body.eqns) if is_backward(each)), 0)
-                inner = [n for each in body.eqns[:first] for n in each.outputs]
-                scalars = [n for n in inner if body.avals[n].shape == () and is_inexact(body.avals[n])]
-                found += [_Scalar(place, eqn.outputs[0], n) for n in scalars[-_TRIES:]]
         return found
+
+    def in_body(self) -> list[int]:
+        """The last scalars before the first backward pass."""
+        first = min(self._starts().values(), default=len(self._program.eqns))
+        found = [each.number for each in self._scalars(set()) if each.place < first]
+        return found[-_TRIES:]
 
     def _equal(self, scalar: _Scalar, values: Sequence[int]) -> dict[int, set[int]]:
         """The values that equal the derivative of a scalar with respect to some inputs, at all points."""
@@ -122,12 +166,16 @@ class Owners:
             return {}
         found: dict[int, set[int]] = {}
         for each, n in (key[1:] for key in here[0] if key[0] == "value"):
-            for i in inputs:
-                if avals[i].shape == avals[n].shape[each:]:
-                    value, slope = ("value", each, n), ("slope", each, i)
-                    rows = [(row[value], row[slope], other[slope]) for row, other in zip(here, near, strict=True)]
-                    if _is_one_factor(rows, self._epsilon):
-                        found.setdefault(n, set()).add(i)
+            alike = [i for i in inputs if avals[i].shape == avals[n].shape[each:]]
+            slopes, rounded = (
+                np.array([[row["slope", each, i] for row in rows] for i in alike], np.float64) for rows in (here, near)
+            )
+            value = np.array([row["value", each, n] for row in here], np.float64)
+            self.undecided |= {n} if not (np.isfinite(value).all(1) & (value != 0).any(1)).any() else set()
+            is_owner = _is_one_factor(value, slopes, rounded, self._epsilon) if alike else []
+            if owners := {*compress(alike, is_owner)}:
+                found.setdefault(n, set()).update(owners)
+                self.scalars[n] = scalar.number
         return found
 
     def _point(self, seed: int) -> list[Any]:
@@ -159,7 +207,8 @@ class Owners:
             of_each = [n for n in values if computed[n].shape[:1] == value.shape]
             rows |= {("value", 1, n): jnp.tensordot(weights.astype(computed[n].dtype), computed[n], 1) for n in of_each}
             rows |= {("slope", 1, i): slope for i, slope in zip(inputs, pull(weights)[0], strict=True)}
-        return {key: _sketch(x) for key, x in rows.items()}
+        weights = {size: _uniform((size,), 0) for size in {x.size for x in rows.values()}}
+        return {key: _sketch(x, weights[x.size]) for key, x in rows.items()}
 
 
 def _evaluate_forward(eqn: Equation, env: dict[int, Any]) -> None:
@@ -174,49 +223,56 @@ def _lifted(eqn: Equation, operands: Sequence[Any], number: int) -> Any:
     loop = inside(eqn)
     assert isinstance(loop, Loop)
     body, consts, carried = flatten(loop.body), loop.consts, loop.carried
+    kept: set[int] = set()  # of what is carried, what the value is computed from
+    while True:
+        eqns = live(body.eqns, [number, *(body.outputs[k] for k in kept)])
+        read = {n for eqn in eqns for n in eqn.reads} | {number, *(body.outputs[k] for k in kept)}
+        if kept == (more := {k for k in range(carried) if consts + k in read}):
+            break
+        kept = more
+    places = sorted(kept)
 
     def step(carry: Any, xs: Any) -> Any:
-        env = {**body.consts, **dict(enumerate([*operands[:consts], *carry, *xs]))}
-        for each in live(body.eqns, [*body.outputs[:carried], number]):
+        env = {**body.consts, **dict(enumerate(operands[:consts]))}
+        env |= dict(zip((consts + k for k in places), carry, strict=True)) | dict(enumerate(xs, consts + carried))
+        for each in eqns:
             _evaluate_forward(each, env)
-        return [env[x] if isinstance(x, int) else jnp.asarray(x.val) for x in body.outputs[:carried]], env[number]
+        outs = [body.outputs[k] for k in places]
+        return [env[x] if isinstance(x, int) else jnp.asarray(x.val) for x in outs], env[number]
 
     rest = operands[consts + carried :]
     options = {"length": loop.length, "reverse": loop.reverse}
-    return jax.lax.scan(step, operands[consts : consts + carried], rest, **options)[1]
+    return jax.lax.scan(step, [operands[consts + k] for k in places], rest, **options)[1]
 
 
-def _sketch(value: Any) -> Any:
-    """The largest absolute number of an array, and weighted sums of its numbers divided by it."""
-    value = jnp.ravel(value)
-    parts = [value.real, value.imag] if jnp.iscomplexobj(value) else [value]
-    parts = [x.astype(jnp.promote_types(jnp.float32, x.dtype)) for x in parts]
-    largest = jnp.max(jnp.abs(jnp.stack(parts)), initial=0)
-    weights = _uniform(value.shape, 0) / jnp.where(largest > 0, largest, 1)
-    missing = -value.size % _SUMS
-    sums = [jnp.pad(x * weights, (0, missing)).reshape(-1, _SUMS).sum(0) for x in parts]
-    return jnp.concatenate([largest[None], *sums])
+def _sketch(value: Any, weights: Any) -> Any:
+    """A few weighted sums of the numbers of an array."""
+    rows = jnp.pad(jnp.ravel(value) * weights, (0, -value.size % _SUMS))
+    sums = rows.reshape(-1, _SUMS).sum(0)
+    return jnp.concatenate([sums.real, sums.imag]) if jnp.iscomplexobj(sums) else sums
 
 
-def _is_one_factor(rows: Iterable[Any], epsilon: float) -> bool:
-    """Whether sketches of values and derivatives differ by one factor at all points, up to what rounding explains.
+def _is_one_factor(value: np.ndarray, slopes: np.ndarray, rounded: np.ndarray, epsilon: float) -> np.ndarray:
+    """Whether a value and each of several derivatives differ by one factor at all points, up to what rounding explains.
 
-    The third sketch of each point is of the derivative at inputs that differ by one rounding.
+    Args:
+      value: sketches, of shape (points, numbers).
+      slopes: those of the derivatives, of shape (derivatives, points, numbers).
+      rounded: the same at inputs that differ by one rounding.
     """
-    factors, most = [], 0.0
-    for value, slope, rounded in rows:
-        if value[0] == slope[0] == 0 or not np.isfinite([value[0], slope[0], rounded[0]]).all():
-            continue
-        if value[0] == 0 or slope[0] == 0:
-            return False
-        a, b, c = (np.asarray(x[1:], np.float64) for x in (value, slope, rounded))
-        noise = np.linalg.norm(c * (rounded[0] / slope[0]) - b) / np.linalg.norm(b)
-        allowed, factor = _ROUNDINGS * (epsilon + noise), (a @ b) / (b @ b)
-        if allowed > _UNDECIDED or np.linalg.norm(a - factor * b) > allowed * np.linalg.norm(a):
-            return False
-        factors.append(factor * (value[0] / slope[0]))
-        most = max(most, allowed)
-    return len(factors) > 1 and bool(np.ptp(factors) <= 2 * most * abs(factors[0]))
+    a, b, c = np.broadcast_to(value, slopes.shape), slopes, rounded
+    norm, dot = functools.partial(np.linalg.norm, axis=-1), lambda x, y: (x * y).sum(-1)
+    with np.errstate(all="ignore"):
+        sizes = np.stack([norm(a), norm(b), norm(c)])
+        is_none = ~np.isfinite(sizes).all(0) | (sizes[:2] == 0).all(0)
+        allowed = _ROUNDINGS * (epsilon + norm(c - b) / sizes[1])
+        factor = dot(a, b) / dot(b, b)
+        is_alike = (sizes[:2] != 0).all(0) & (allowed <= _UNDECIDED)
+        is_alike &= norm(a - factor[..., None] * b) <= allowed * sizes[0]
+        known = (~is_none).sum(-1) > 1
+        low, high = (f(factor, -1, where=~is_none, initial=x) for f, x in ((np.min, np.inf), (np.max, -np.inf)))
+        most = np.max(allowed, -1, where=~is_none, initial=0)
+        return (is_alike | is_none).all(-1) & known & (high - low <= 2 * most * np.maximum(abs(low), abs(high)))
 
 
 def _rounded(point: Sequence[Any], epsilon: float, seed: int) -> list[Any]:

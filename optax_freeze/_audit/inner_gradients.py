@@ -4,6 +4,7 @@ A branch, and the first step of a loop, is a program of its own, which is read a
 ``while_loop`` or a ``shard_map`` computes is not known.
 """
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from optax_freeze._audit.evaluation import evaluate, live
-from optax_freeze._audit.gradient_owners import Owners, contains_backward
+from optax_freeze._audit.gradient_owners import Owners, contains_backward, ends_of_backward
 from optax_freeze._audit.reactions import CHANGES
 from optax_freeze._audit.readers import Readers
 from optax_freeze._jax_internals import (
@@ -52,11 +53,13 @@ class InnerGradients(NamedTuple):
     Attributes:
       found: for each gradient of a frozen parameter this parameter, and for each change the results that differ.
       unknown: whether there may be others.
+      scalars: for results of a loop that may be sums of gradients the scalars in its body whose gradients they may be.
     """
 
     eqn: Equation
     found: list[tuple[int, list[set[int]]]]
     unknown: bool
+    scalars: dict[int, Sequence[int]]
 
 
 def inner_gradients(
@@ -84,13 +87,15 @@ def inner_gradients(
     for eqn in eqns:
         operands = None if env is None else [env[x] if isinstance(x, int) else x.val for x in eqn.inputs]
         found: list[tuple[int, list[set[int]]]] = []
-        unknown = False
+        unknown, scalars = False, {}
         for inner, inputs, own in _steps(eqn, operands, computed):
             kept = _kept(eqn, inner, [n in results for n in eqn.outputs])
-            of_step, more = _of_step(flatten(inner, enter_placed=True), inputs, own, kept)
-            found += [(i, [_later(eqn, inner, places) for places in changed]) for i, changed in of_step]
+            of_step, more, summed = _of_step(flatten(inner, enter_placed=True), inputs, own, kept)
+            later = functools.cache(functools.partial(_later, eqn, inner))
+            found += [(i, [later(frozenset(places)) for places in changed]) for i, changed in of_step]
             unknown |= more
-        yield InnerGradients(eqn, found, unknown)
+            scalars |= {eqn.outputs[k]: each for k, each in summed.items()} if isinstance(inside(eqn), Loop) else {}
+        yield InnerGradients(eqn, found, unknown, scalars)
 
 
 def _computed_from(program: Program, frozen: AllFrozen) -> dict[int, Frozen]:
@@ -143,17 +148,25 @@ def _kept(eqn: Equation, inner: ClosedJaxpr, wanted: list[bool]) -> list[bool]:
 
 def _of_step(
     program: Program, given: Sequence[Any] | None, frozen: AllFrozen, kept: Sequence[bool]
-) -> tuple[list[tuple[int, list[set[int]]]], bool]:
+) -> tuple[list[tuple[int, list[set[int]]]], bool, dict[int, Sequence[int]]]:
     """As :class:`InnerGradients` has them, with the places of results."""
     outs = {n: k for k, n in enumerate(program.outputs) if kept[k] and isinstance(n, int)}
-    ends = _ends(program, outs, frozen)
-    owned: dict[int, int] = {}
-    if ends and given is not None:
-        inputs = [n for n in range(program.num_inputs) if is_inexact(program.avals[n])]
-        owners = Owners(program, given, inputs, frozen).find(ends)
-        owned = {n: min(numbers) for n, numbers in owners.items() if len(numbers) == 1}
-    found = []
     inside_of_it = [*inner_gradients(program, given, frozen, outs)]
+    avals, shapes = program.avals, {each.shape for each in frozen.values()}
+    is_alike = lambda n: is_inexact(avals[n]) and bool({avals[n].shape, avals[n].shape[1:]} & shapes)  # noqa: E731
+    ends = [n for n in ends_of_backward(program, outs)[0] if is_alike(n)]
+    owned: dict[int, int] = {}
+    scalars: dict[int, Sequence[int]] = {}
+    if ends and given is not None:
+        inputs = [n for n in range(program.num_inputs) if is_inexact(avals[n])]
+        in_loops = {n: each for inner in inside_of_it for n, each in inner.scalars.items()}
+        owners = Owners(program, given, inputs, frozen, in_loops)
+        found_owners = owners.find(ends, filter(is_alike, outs))
+        owned = {n: min(found_owners[n]) for n in ends if len(found_owners.get(n, ())) == 1}
+        decided = [*dict.fromkeys(owners.scalars.values())] or owners.in_body()
+        scalars = {k: decided for n, k in outs.items() if n in owners.undecided}
+        scalars |= {k: [owners.scalars[n]] for n, k in outs.items() if n in owners.scalars}
+    found = []
     judged = {n for inner in inside_of_it if not inner.unknown for n in inner.eqn.outputs}
     unknown = any(_is_mixed(program, n, outs) for n in {*ends} - {*owned} - judged)
     own = {n: frozen[m] for n, m in owned.items() if m in frozen}
@@ -171,19 +184,7 @@ def _of_step(
         for i, changed in inner.found:
             after = [reached_from(program, *(numbers - {*own})) for numbers in changed]
             found.append((i, [{k for out, k in outs.items() if out in each} for each in after]))
-    return found, unknown
-
-
-def _ends(program: Program, outs: Collection[int], frozen: AllFrozen) -> list[int]:
-    """The values of a backward pass that other operations read, of the shapes of frozen parameters."""
-    made, read = set(), {*outs}
-    for eqn in live(program.eqns, outs):
-        if is_backward(eqn) or contains_backward(eqn):
-            made.update(eqn.outputs)
-        if not is_backward(eqn):
-            read |= eqn.reads
-    shapes, avals = {each.shape for each in frozen.values()}, program.avals
-    return [n for n in sorted(made & read) if is_inexact(avals[n]) and {avals[n].shape, avals[n].shape[1:]} & shapes]
+    return found, unknown, scalars
 
 
 def _is_mixed(program: Program, n: int, outs: Collection[int]) -> bool:
@@ -197,7 +198,7 @@ def reached_from(program: Program, *numbers: int) -> set[int]:
     return {m for m, mark in reached(program, dict.fromkeys(numbers, 2)).items() if mark & 2}
 
 
-def _later(eqn: Equation, inner: ClosedJaxpr, places: set[int]) -> set[int]:
+def _later(eqn: Equation, inner: ClosedJaxpr, places: frozenset[int]) -> set[int]:
     """The results of an equation that depend on these results of its inner program, in later steps, too."""
     found = inside(eqn)
     while isinstance(found, Loop):

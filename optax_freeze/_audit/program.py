@@ -18,9 +18,9 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._audit.constant_zeros import constant_zeros
-from optax_freeze._audit.evaluation import live
-from optax_freeze._audit.gradient_owners import Owners, contains_backward
-from optax_freeze._audit.inner_gradients import Frozen, inner_gradients, reached_from
+from optax_freeze._audit.evaluation import Needed, live
+from optax_freeze._audit.gradient_owners import Owners, contains_backward, ends_of_backward
+from optax_freeze._audit.inner_gradients import Frozen, InnerGradients, inner_gradients, reached_from
 from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
 from optax_freeze._audit.readers import Counts, Readers
 from optax_freeze._audit.step import State, Step
@@ -69,6 +69,7 @@ class StepProgram:
         self._leaving = {n for n in program.outputs[count:] if isinstance(n, int)}
         effects = [n for eqn in program.eqns if eqn.has_effects for n in sorted(eqn.reads)]
         self._outputs = [*program.outputs[:count], *effects]
+        self._results = {n for n in self._outputs if isinstance(n, int)}
         self._program = program
         self._live = live(program.eqns, self._outputs)
         self._flops = {id(eqn): flops_of_program([eqn]) for eqn in program.eqns}
@@ -78,7 +79,9 @@ class StepProgram:
         self.has_backward = bool(self._backward)
         self.ambiguous: set[tuple[int, ...]] = set()
         self.state_of: dict[int, int] = {}
-        self._ends = self._ends_of_backward()
+        outputs = {out for k, out in self._outs.items() if k < len(step.start)}
+        self._ends, self._around = ends_of_backward(program, self._results, self._leaving, outputs)
+        self._inner = self._inner_gradients()
         self._owned = self._owners()
         self._seen: set[tuple[int, ...]] = set()
         self._answers: dict[tuple[int, str], Answer] = {}
@@ -92,24 +95,17 @@ class StepProgram:
         return {position: i for i, position in self._step.params.items()}
 
     @functools.cached_property
+    def _leaf_of(self) -> dict[int, int]:
+        """The parameters, by the numbers of the inputs in the program."""
+        return {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
+
+    def _given(self) -> list[Any]:
+        return [to_device(self._flat[k]) for k in self._inputs]
+
+    @functools.cached_property
     def _place(self) -> dict[int, int]:
         """The numbers of the inputs in the program, by their positions among the leaves."""
         return {k: n for n, k in enumerate(self._inputs)}
-
-    def _ends_of_backward(self) -> list[int]:
-        """The values of a backward pass that other operations read, or that leave a jitted function."""
-        program = self._program
-        outputs = {out for k, out in self._outs.items() if k < len(self._step.start)}
-        read, around = set(), set()
-        for eqn in self._live:
-            if not is_backward(eqn):
-                read |= eqn.reads
-                around |= set(eqn.outputs) if contains_backward(eqn) else set()
-        self._around = around
-        results = {n for n in self._outputs if isinstance(n, int)}
-        ends = (self._made - around) & (read | results | self._leaving)
-        ends |= (around & (read | results)) - outputs
-        return sorted(n for n in ends if is_inexact(program.avals[n]))
 
     def _owners(self) -> dict[int, int]:
         """The gradients of parameters with frozen elements, by their numbers, and the parameters that may own them."""
@@ -124,11 +120,11 @@ class StepProgram:
         self._unknown: list[int] = []
         if not alike:
             return {}
-        given = [to_device(self._flat[k]) for k in self._inputs]
-        inputs = [n for n in range(len(given)) if is_inexact(avals[n])]
-        leaf_of = {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
+        inputs = [n for n in range(len(self._inputs)) if is_inexact(avals[n])]
+        in_loops = {n: each for inner in self._inner for n, each in inner.scalars.items()}
+        leaf_of = self._leaf_of
         with jax.debug_nans(False), jax.debug_infs(False):
-            found = Owners(self._program, given, inputs, leaf_of).find(alike)
+            found = Owners(self._program, self._given(), inputs, leaf_of, in_loops).find(alike)
         owned: dict[int, int] = {}
         for n in alike:
             numbers = found.get(n, set())
@@ -224,18 +220,14 @@ class StepProgram:
     @functools.cached_property
     def gradients(self) -> list[Gradient]:
         """The gradients of parameters with frozen elements that something reads, or that leave a jitted function."""
-        found, cut, roots = [], set(), [*self._outputs, *self._leaving]
-        cost = self._cost(live(self._program.eqns, roots)) if self._leaving & {*self._owned} else self.flops
+        found, needed = [], Needed(self._program.eqns, [*self._outputs, *self._leaving])
         self._disown()
         for n, i in sorted(self._owned.items()):
             answers = [self._answers.get((n, change), frozenset()) for change in CHANGES[:4]]
             leaving = n in self._leaving and bool(np.any(self._changed_elements(n)))
             if any(answers) or leaving:
-                cut.add(n)
-                left_over = self._cost(live(self._program.eqns, roots, cut))
-                flops = None if n in self._around else cost - left_over
-                found.append(Gradient.of((i,), answers, flops, leaving))
-                cost = left_over
+                flops = self._cost(needed.without(n))
+                found.append(Gradient.of((i,), answers, None if n in self._around else flops, leaving))
         inner, _, judged = self.inner
         for n in {*self._unknown} - judged:
             reads = self._answers.get((n, "huge"), frozenset()) | self._answers.get((n, "negative"), frozenset())
@@ -260,21 +252,20 @@ class StepProgram:
 
     @functools.cached_property
     def inner(self) -> tuple[list[Gradient], bool, set[int]]:
-        step, gradients, unknown, judged = self._step, list[Gradient](), False, set[int]()
-        leaf_of = {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
-        frozen = {
-            n: Frozen(i, step.plan.leaves[i].shape or (), step.mask(i)) for n, i in leaf_of.items() if i in step.frozen
-        }
-        wanted = {n for n in self._outputs if isinstance(n, int)}
-        with jax.debug_nans(False), jax.debug_infs(False):
-            given = [to_device(self._flat[k]) for k in self._inputs]
-            for each in inner_gradients(self._program, given, frozen, wanted):
-                unknown |= each.unknown
-                judged |= set() if each.unknown else {*each.eqn.outputs}
-                for i, changed in each.found:
-                    answers = [self._follow(numbers) for numbers in changed]
-                    gradients += [Gradient.of((i,), answers, None)] if any(answers) else []
+        gradients, unknown, judged = list[Gradient](), False, set[int]()
+        for each in self._inner:
+            unknown |= each.unknown
+            judged |= set() if each.unknown else {*each.eqn.outputs}
+            for i, changed in each.found:
+                answers = [self._follow(numbers) for numbers in changed]
+                gradients += [Gradient.of((i,), answers, None)] if any(answers) else []
         return gradients, unknown, judged
+
+    def _inner_gradients(self) -> list[InnerGradients]:
+        step, leaves = self._step, self._leaf_of.items()
+        frozen = {n: Frozen(i, step.plan.leaves[i].shape or (), step.mask(i)) for n, i in leaves if i in step.frozen}
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return [*inner_gradients(self._program, self._given(), frozen, self._results | self._leaving)]
 
     def _follow(self, numbers: set[int]) -> Answer:
         """The trainable parameters and the results that change with values, other than gradients of frozen ones."""
