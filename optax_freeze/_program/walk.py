@@ -46,7 +46,7 @@ from optax_freeze._program.tasks import (
 from optax_freeze._program.trace import Equation, Program, flatten
 from optax_freeze._spec.memory_kinds import is_in_blocks
 
-_NEARLY_WHOLE, _NEARLY_WHOLE_DYNAMIC = 0.98, 0.95
+_NEARLY_WHOLE = 0.95
 """Of a larger share of a value everything is computed, and cut: rows may cost more than they save."""
 _MOST_REPEATS = 4
 """A cheap operation is repeated for so many regions that overlap. A tree of halves would want one for each row."""
@@ -122,7 +122,7 @@ class Walk:
             is_cuttable &= self.late is None or value not in self.late
             if aval is not None and is_whole(region, shape):
                 region = EVERYTHING
-            elif is_cuttable and _nearly_whole(region) < region.share(shape) < 1:
+            elif is_cuttable and _NEARLY_WHOLE < region.share(shape) < 1:
                 self.completed.add(value)
                 region = EVERYTHING
             is_cut = self.known is None or value in self.known.in_part or region is LAZY
@@ -283,6 +283,8 @@ class Walk:
         decides = eqn.outputs[place] in self.decisive and not in_part
         is_static = all(isinstance(region, Rows) for region in wanted)
         is_few = len(wanted) <= _MOST_REPEATS or (is_static and not overlap(list(wanted), shape))
+        if rule_of(eqn).cost is Cost.ELEMENTWISE:  # not more than everything
+            is_few &= sum(region.share(shape) for region in wanted) <= 1.001
         if eqn.outputs[place] in self.compared and not in_part:
             chosen = {EVERYTHING: joined_guard([wanted])}
         elif is_cheap(eqn) and is_few and not is_stored and not decides:
@@ -380,10 +382,6 @@ def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:
     start = clipped(starts[0], size - sizes[0])
     rows = array.read(DynamicRows(0, start + jnp.arange(sizes[0], dtype=jnp.int32)))
     return eqn.bind(rows, jnp.zeros_like(starts[0]), *starts[1:])
-
-
-def _nearly_whole(region: Region) -> float:
-    return _NEARLY_WHOLE_DYNAMIC if isinstance(region, DynamicRows) else _NEARLY_WHOLE
 
 
 def _of_late(program: Program, region: Region) -> Schedule:

@@ -247,9 +247,13 @@ def difference(got: list[np.ndarray], oracle: list[np.ndarray], others: list[lis
 
 
 def answered(function: Any, *args: Any) -> Any:
-    """The result of the library; `NotAskedError` if it may refuse the program."""
+    """The result of the library; `NotAskedError` if it may refuse the program, or XLA cannot fuse it."""
     try:
         return function(*args)
+    except jax.errors.JaxRuntimeError as error:
+        if "Unsupported elementwise operation" in str(error):
+            raise NotAskedError from error
+        raise
     except ValueError as error:
         if re.search(REFUSED, str(error)):
             raise NotAskedError from error
