@@ -6,7 +6,7 @@ costs what reads them together: a norm of norms, and the updates of the paramete
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from optax_freeze._audit.evaluation import evaluate, live
 from optax_freeze._audit.reactions import changed, differences
 from optax_freeze._program.dependence import reached
+from optax_freeze._program.operations import is_cheap
 from optax_freeze._program.trace import Equation, Program
 
 Counts = Callable[[Sequence[int], Sequence[int]], np.ndarray]
@@ -45,68 +46,88 @@ class Readers:
         for place, m in enumerate(results):
             places[owner.get(m)].append(place)
         self._places = {n: np.asarray(each, int) for n, each in places.items()}
-        later = {m for eqn in after for m in eqn.outputs} | {*elements}
-        passed = sorted({m for eqn in after for m in eqn.reads} - later - {*program.consts})
-        first = live(program.eqns, [*passed, *elements])
         wanted = [results[place] for place in self._places[None]]
-        self._read = {m for eqn in together for m in eqn.reads} - {*program.consts}
+        together = _cheap_before(program, together, owner) + together
+        self._read = _read_by(program, together)
         self._kept = {*owner} & ({*results} | self._read)
+        passed = _read_by(program, [eqn for eqns in self._alone.values() for eqn in eqns]) | self._read
+        given = sorted((passed - {m for eqn in after for m in eqn.outputs}) | {*elements})
+        self._inputs = [m for m in given if m < program.num_inputs]  # as outputs they would be copies
+        computed = given[len(self._inputs) :]
+        first = live(program.eqns, computed)
 
         def before(inputs: Sequence[Any]) -> dict[int, Any]:
             env = {**program.consts, **dict(enumerate(inputs))}
             evaluate(first, env)
-            return {m: env[m] for m in (*passed, *elements)}
+            return {m: env[m] for m in computed}
 
         def after_all(given: Mapping[int, Any]) -> list[Any]:
             env = {**program.consts, **given}
             evaluate(together, env, keep=elements)
             return [env[m] for m in wanted]
 
-        self._before, self._together = jax.jit(before), jax.jit(after_all)
+        def differ_after_all(given: Mapping[int, Any], expected: Sequence[Any], frozen: Sequence[Any]) -> Any:
+            return differences(after_all(given), expected, frozen)
+
+        self._before, self._together, self._differ = map(jax.jit, (before, after_all, differ_after_all))
 
     def counts(self, inputs: Sequence[Any]) -> Counts:
         """A function of numbers of values and of changes, which counts for each change how many elements differ.
 
         It returns an array whose last axes are the results, and frozen elements and others.
         """
-        given = self._before(inputs)
-        plain: dict[int, Any] = {m: x for n in self._alone for m, x in self._of_one(n, given, given[n]).items()}
-        common = {m: x for m, x in given.items() if m in self._read}
+        given = self._before(inputs) | {m: inputs[m] for m in self._inputs}
+        common: dict[int, Any] = {m: x for m, x in given.items() if m in self._read}
+        for n in self._alone:
+            common |= self._read_of(self._of_one(n, given, given[n]))
+        expected, frozen = self._together(common), [self._frozen[place] for place in self._places[None]]
 
-        def together(new: dict[int, Any]) -> list[Any]:
-            return self._together(common | {m: x for m, x in (plain | new).items() if m in self._read})
-
-        expected = together({})
-
-        def differing(numbers: Sequence[int], change: int) -> list[tuple[np.ndarray, Any]]:
-            new: dict[int, Any] = {}
-            for n in numbers:
-                new |= self._of_one(n, given, _changed(given[n], self._elements[n], change))
-            pairs: list[Any] = [(None, together(new), expected)] if expected else []
-            for n in numbers:
-                own = [self._results[place] for place in self._places[n]]
-                pairs.append((n, [new[m] for m in own], [plain[m] for m in own]))
-            found = []
-            for n, a, b in pairs:
-                if (places := self._places[n]).size:
-                    found.append((places, differences(a, b, [self._frozen[place] for place in places])))
-            return found
+        def differing(n: int, change: int) -> tuple[dict[int, Any], Any]:
+            new = self._of_one(n, given, _changed(given[n], self._elements[n], change))
+            places = self._places[n]
+            if not places.size:
+                return self._read_of(new), np.zeros((0, 2), int)
+            plain, own = self._of_one(n, given, given[n]), [self._results[place] for place in places]
+            masks = [self._frozen[place] for place in places]
+            return self._read_of(new), differences([new[m] for m in own], [plain[m] for m in own], masks)
 
         def counts(numbers: Sequence[int], changes: Sequence[int]) -> np.ndarray:
             total = np.zeros((len(changes), len(self._results), 2), np.int64)
             for row, change in zip(total, changes, strict=True):
-                found = jax.device_get(differing(numbers, change))
-                for places, each in found:
-                    row[places] = each
+                each = [differing(n, change) for n in numbers]
+                changed = common | {m: x for parts, _ in each for m, x in parts.items()}
+                found = [own for _, own in each] + ([self._differ(changed, expected, frozen)] if expected else [])
+                for n, own in zip([*numbers, None], jax.device_get(found), strict=False):
+                    row[self._places[n]] = own
             return total
 
         return counts
+
+    def _read_of(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """What operations read that also read other values."""
+        return {m: x for m, x in values.items() if m in self._read}
 
     def _of_one(self, n: int, given: Mapping[int, Any], value: Any) -> dict[int, Any]:
         """What reads one value alone, as far as other operations or results need it."""
         env = {**self._program.consts, **given, n: value}
         evaluate(self._alone[n], env, keep=self._elements)
         return {m: env[m] for m in (n, *(m for eqn in self._alone[n] for m in eqn.outputs)) if m in self._kept}
+
+
+def _read_by(program: Program, eqns: Sequence[Equation]) -> set[int]:
+    """The values that operations read, except for constants and their own results."""
+    own = {m for eqn in eqns for m in eqn.outputs}
+    return {m for eqn in eqns for m in eqn.reads} - own - {*program.consts}
+
+
+def _cheap_before(program: Program, eqns: Sequence[Equation], apart: Collection[int]) -> list[Equation]:
+    """The cheap operations on inputs alone that others read: computed with these, their results are not stored."""
+    found, known = [], {*range(program.num_inputs), *program.consts} - {*apart}
+    for eqn in program.eqns:
+        if is_cheap(eqn) and not eqn.has_effects and eqn.reads <= known:
+            found.append(eqn)
+            known.update(eqn.outputs)
+    return live(found, _read_by(program, eqns), apart)
 
 
 @jax.jit

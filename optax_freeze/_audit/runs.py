@@ -3,8 +3,9 @@
 Only the first and the current state of a run are kept: leaves are compared on the device, step by step.
 """
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -186,24 +187,30 @@ class Runs:
             return {}
         values = {**{step.params[i]: step.start[step.params[i]] for i in step.frozen}, **values}
         own = {k: like(step.start[k], to_device(values[step.params[i]])) for k, i in pairs.items()}
-        far = {k: like(v, to_device(v) * 1024) for k, v in values.items()}
+        first, found = self.records[""].moves, {}
         try:
-            *_, equal = step.run(self.steps, {**values, **own})
-            *_, follows = step.run(self.steps, {**far, **own})
+            equal = _last(step.run(self.steps, {**values, **own}))
+            for k, i in pairs.items():
+                selection, at = step.plan.selections[i], step.params[i]
+                leaves = (values[at], equal[at], selection), (own[k], equal[k], selection)
+                moved, count = moved_elements(*leaves)
+                [(change, _)] = changes_of((*leaves[1], None))
+                if not moved and change.ulps <= 4 * self.steps:
+                    found[k] = i, count, change.far
+            del equal
+            if not found:
+                return {}
+            far = {k: like(v, to_device(v) * 1024) for k, v in values.items()}
+            follows = _last(step.run(self.steps, {**far, **own}))
         except Exception:  # said by the run with other values
             return {}
-        first, found = self.records[""].moves, {}
-        for k, i in pairs.items():
+        for k, (i, count, _) in [*found.items()]:
             selection, at = step.plan.selections[i], step.params[i]
-            leaves = (values[at], equal[at]), (own[k], equal[k]), (own[k], follows[k])
-            moved, count, reacts = moved_elements(*((*pair, selection) for pair in leaves))
-            [(change, _)] = changes_of((*leaves[1], selection, None))
-            if not moved and reacts and change.ulps <= 4 * self.steps:
-                far_text = change.far
-                given = step.start[k], like(step.start[k], to_device(step.start[at])), selection
-                if not count and k in first and at not in first and moved_elements(given) == [0]:
-                    count, far_text = first[k].count, first[k].changes[0].far
-                found[k] = i, count, far_text
+            given = step.start[k], like(step.start[k], to_device(step.start[at])), selection
+            if moved_elements((own[k], follows[k], selection)) == [0]:
+                del found[k]
+            elif not count and k in first and at not in first and moved_elements(given) == [0]:
+                found[k] = i, first[k].count, first[k].changes[0].far
         return found
 
     def _of_state(self) -> dict[int, int | None]:
@@ -327,3 +334,8 @@ def _is_of_frozen_elements(selection: Selection, entry: Entry) -> bool:
     is_full = isinstance(selection, DenseMask) and not selection.compact
     by_design = is_full and entry.selection is not TRAINABLE
     return selection is not TRAINABLE and not by_design and value.shape[value.ndim - len(entry.shape) :] == entry.shape
+
+
+def _last(states: Iterator[State]) -> State:
+    """The last of some states, none of which is kept."""
+    return collections.deque(states, maxlen=1).pop()
