@@ -6,7 +6,6 @@ each time, up to one factor, is that gradient.
 """
 
 import functools
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ _SUMS = 16
 _ROUNDINGS = 4
 """How many times what one rounding of the inputs changes, two programs of one gradient may differ."""
 _UNDECIDED = 0.25
-"""Where rounding may change more than this of a derivative, no value is told from it."""
+"""A point where rounding may change more than this of a derivative tells nothing about it."""
 
 
 def contains_backward(eqn: Any) -> bool:
@@ -264,11 +263,10 @@ def _is_one_factor(value: np.ndarray, slopes: np.ndarray, rounded: np.ndarray, e
     norm, dot = functools.partial(np.linalg.norm, axis=-1), lambda x, y: (x * y).sum(-1)
     with np.errstate(all="ignore"):
         sizes = np.stack([norm(a), norm(b), norm(c)])
-        is_none = ~np.isfinite(sizes).all(0) | (sizes[:2] == 0).all(0)
         allowed = _ROUNDINGS * (epsilon + norm(c - b) / sizes[1])
+        is_none = ~np.isfinite(sizes).all(0) | (sizes[:2] == 0).all(0) | (allowed > _UNDECIDED)
         factor = dot(a, b) / dot(b, b)
-        is_alike = (sizes[:2] != 0).all(0) & (allowed <= _UNDECIDED)
-        is_alike &= norm(a - factor[..., None] * b) <= allowed * sizes[0]
+        is_alike = (sizes[:2] != 0).all(0) & (norm(a - factor[..., None] * b) <= allowed * sizes[0])
         known = (~is_none).sum(-1) > 1
         low, high = (f(factor, -1, where=~is_none, initial=x) for f, x in ((np.min, np.inf), (np.max, -np.inf)))
         most = np.max(allowed, -1, where=~is_none, initial=0)
@@ -292,8 +290,5 @@ def _perturbed(value: Any, seed: Any) -> Any:
 
 
 def _uniform(shape: tuple[int, ...], seed: Any) -> Any:
-    """Numbers between -1 and 1, each a hash of its place and the seed."""
-    word = jnp.arange(math.prod(shape), dtype=jnp.uint32) + jnp.asarray(seed, jnp.uint32) * np.uint32(0x85EBCA6B)
-    word = (word ^ (word >> 16)) * np.uint32(0x7FEB352D)
-    word = (word ^ (word >> 15)) * np.uint32(0x846CA68B)
-    return ((word >> 8).astype(jnp.float32) * np.float32(2**-23) - 1).reshape(shape)
+    """Numbers between -1 and 1; the generator is that of which a program is compiled fastest."""
+    return jax.random.uniform(jax.random.key(seed, impl="rbg"), shape, minval=-1, maxval=1)

@@ -66,10 +66,7 @@ class Readers:
             evaluate(together, env, keep=elements)
             return [env[m] for m in wanted]
 
-        def differ_after_all(given: Mapping[int, Any], expected: Sequence[Any], frozen: Sequence[Any]) -> Any:
-            return differences(after_all(given), expected, frozen)
-
-        self._before, self._together, self._differ = map(jax.jit, (before, after_all, differ_after_all))
+        self._before, self._together = jax.jit(before), jax.jit(after_all)
 
     def counts(self, inputs: Sequence[Any]) -> Counts:
         """A function of numbers of values and of changes, which counts for each change how many elements differ.
@@ -96,7 +93,9 @@ class Readers:
             for row, change in zip(total, changes, strict=True):
                 each = [differing(n, change) for n in numbers]
                 changed = common | {m: x for parts, _ in each for m, x in parts.items()}
-                found = [own for _, own in each] + ([self._differ(changed, expected, frozen)] if expected else [])
+                found = [own for _, own in each] + (
+                    [differences(self._together(changed), expected, frozen)] if expected else []
+                )
                 for n, own in zip([*numbers, None], jax.device_get(found), strict=False):
                     row[self._places[n]] = own
             return total
