@@ -208,6 +208,16 @@ def bind(eqn: Any, *operands: Any, **changed: Any) -> Any:
     return eqn.primitive.bind(*functions, *operands, **params)
 
 
+def without_vma(eqn: Any) -> Any:
+    """An equation of a ``shard_map`` that checks what varies over its mesh, as it is in one that does not."""
+    if eqn.primitive.name in ("pvary", "pcast"):
+        return eqn._replace(primitive=jax.lax.optimization_barrier_p, params={})
+    if eqn.primitive.name == "psum_invariant":
+        params = {"axes": eqn.params["axes"], "axis_index_groups": eqn.params.get("axis_index_groups")}
+        return eqn._replace(primitive=jax.lax.psum_p, params=params)
+    return eqn
+
+
 def closed(program: Any) -> ClosedJaxpr:
     """A jaxpr with its constants; before JAX 0.12 a ``Jaxpr`` has none, since then it is a ``ClosedJaxpr``."""
     return ClosedJaxpr(getattr(program, "jaxpr", program), getattr(program, "consts", ()))

@@ -142,6 +142,6 @@ def _notes(program: "StepProgram") -> list[str]:
         leaves = counted(len({g.leaves for g in gradients}), "frozen leaf", "frozen leaves")
         inside = any(g.flops is None for g in gradients)
         flops = f"{sum(g.flops or 0 for g in gradients):,} of {program.flops:,} FLOPs"
-        cost = "in a loop or a branch" if inside else flops
+        cost = "in a loop, a branch or a shard_map" if inside else flops
         notes.append(f"gradients of {leaves} are computed only for results beside the state ({cost})")
     return notes

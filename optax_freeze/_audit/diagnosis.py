@@ -139,7 +139,7 @@ def _computed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
         }
         read_by = [name for name, reads in readers.items() if reads] or ["its own leaf"]
         cost = (
-            "computed in a loop or a branch"
+            "computed in a loop, a branch or a shard_map"
             if g.flops is None
             else f"{g.flops:,} of {gradients.flops:,} FLOPs of a step"
         )

@@ -1,10 +1,31 @@
 """Evaluates some operations of a program."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_freeze._jax_internals import Mapped
 from optax_freeze._program.trace import Equation
+
+Within: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What turns a function that evaluates a program into one that does so where the names of its mesh axes are known."""
+
+
+def on_each_device(mapped: Mapped) -> Within:
+    """Evaluates what a ``shard_map`` applies to a shard with the same values on each device."""
+    names, spec = mapped.axis_names, jax.sharding.PartitionSpec()
+    options: dict[str, Any] = {"mesh": mapped.mesh, "axis_names": names, "check_vma": False}
+    return lambda fun: jax.shard_map(fun, in_specs=spec, out_specs=spec, **options)
+
+
+def first_shard(array: Any, shape: tuple[int, ...]) -> Any:
+    """The part of an array that the first device has."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+    return (array if is_key else np.asarray(array))[tuple(map(slice, shape))]
 
 
 def live(eqns: Iterable[Equation], outputs: Iterable[Any], given: Collection[int] = ()) -> list[Equation]:

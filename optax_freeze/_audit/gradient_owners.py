@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._audit.evaluation import evaluate, live
+from optax_freeze._audit.evaluation import Within, evaluate, live
 from optax_freeze._jax_internals import Loop, inside, is_backward, programs_in
 from optax_freeze._program.dependence import dependent
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
@@ -78,10 +78,11 @@ class Owners:
         inputs: Collection[int],
         leaves: Collection[int],
         in_loops: Mapping[int, Sequence[int]],
+        within: Within | None = None,
     ) -> None:
         """``in_loops``: for results of loops the scalars in the body whose derivatives they may add up."""
         self._program, self._given, self._inputs, self._leaves = program, given, inputs, leaves
-        self._in_loops = in_loops
+        self._in_loops, self._within = in_loops, within or (lambda fun: fun)
         self.scalars: dict[int, int] = {}
         self.undecided: set[int] = set()
         kinds = [jnp.finfo(aval.dtype) for aval in program.avals if is_inexact(aval)]
@@ -154,7 +155,7 @@ class Owners:
         inputs = [n for n in self._inputs if avals[n].shape in shapes]
         if not inputs:
             return {}
-        compute = jax.jit(functools.partial(self._sketches, scalar, inputs, values))
+        compute = jax.jit(self._within(functools.partial(self._sketches, scalar, inputs, values)))
         here, near = [], []
         try:
             for seed in range(3):

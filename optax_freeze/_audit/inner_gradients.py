@@ -1,7 +1,7 @@
 """Gradients of frozen parameters in loops and branches, and which of their results read them.
 
-A branch, and the first step of a loop, is a program of its own, which is read as that of a training step is. What a
-``while_loop`` or a ``shard_map`` computes is not known.
+A branch, the first step of a loop, and what a ``shard_map`` applies to a shard, are programs of their own, which are
+read as that of a training step is. What a ``while_loop`` computes is not known.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from optax_freeze._audit.evaluation import evaluate, live
+from optax_freeze._audit.evaluation import Within, evaluate, first_shard, live, on_each_device
 from optax_freeze._audit.gradient_owners import Owners, contains_backward, ends_of_backward
 from optax_freeze._audit.reactions import CHANGES
 from optax_freeze._audit.readers import Readers
@@ -25,6 +25,7 @@ from optax_freeze._jax_internals import (
     is_backward,
     programs_in,
     without_unused,
+    without_vma,
 )
 from optax_freeze._program.dependence import depends_on, reached
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
@@ -63,14 +64,19 @@ class InnerGradients(NamedTuple):
 
 
 def inner_gradients(
-    program: Program, given: Sequence[Any] | None, frozen: AllFrozen, wanted: Collection[int]
+    program: Program,
+    given: Sequence[Any] | None,
+    frozen: AllFrozen,
+    wanted: Collection[int],
+    within: Within | None = None,
 ) -> Iterator[InnerGradients]:
-    """Reads the loops and branches of a program.
+    """Reads the loops, the branches and what each ``shard_map`` of a program applies to its shards.
 
     Args:
       given: the values of its inputs, if they are known.
       frozen: the inputs that are frozen parameters, at least in part.
       wanted: the results that are needed.
+      within: how the program is evaluated, if a ``shard_map`` applies it.
     """
     needed = live(program.eqns, wanted)
     eqns = [eqn for eqn in needed if contains_backward(eqn) and not is_backward(eqn)]
@@ -81,7 +87,8 @@ def inner_gradients(
         evaluate(live(program.eqns, read), env)
         return [env[n] for n in read]
 
-    env = dict(zip(read, jax.jit(values)(given), strict=True)) if eqns and given is not None else None
+    compute = jax.jit(values if within is None else within(values))
+    env = dict(zip(read, compute(given), strict=True)) if eqns and given is not None else None
     computed = _computed_from(program, frozen) if eqns else {}
     results = {n for eqn in needed for n in eqn.reads} | {*wanted}
     for eqn in eqns:
@@ -90,7 +97,14 @@ def inner_gradients(
         unknown, scalars = False, {}
         for inner, inputs, own in _steps(eqn, operands, computed):
             kept = _kept(eqn, inner, [n in results for n in eqn.outputs])
-            of_step, more, summed = _of_step(flatten(inner, enter_placed=True), inputs, own, kept)
+            each = flatten(inner, enter_placed=True)
+            if isinstance(mapped := inside(eqn), Mapped) and within is None:
+                try:
+                    of_step, more, summed = _of_step(each, inputs, own, kept, on_each_device(mapped))
+                except Exception:  # it depends on the number of devices
+                    of_step, more, summed = _of_step(each, None, own, kept)
+            else:
+                of_step, more, summed = _of_step(each, inputs, own, kept, within)
             later = functools.cache(functools.partial(_later, eqn, inner))
             found += [(i, [later(frozenset(places)) for places in changed]) for i, changed in of_step]
             unknown |= more
@@ -126,10 +140,15 @@ def _steps(
         yield from ((program, inputs, {j - 1: each for j, each in own.items()}) for program in found.programs)
     else:
         for program in programs_in(eqn):
-            parts = {}
+            parts, inputs = {}, None
             if isinstance(found, Mapped):
-                parts = {j: each._replace(shape=program.in_avals[j].shape) for j, each in own.items()}
-            yield program, None, parts | {-1 - j: each for j, each in own.items()}
+                shapes = [aval.shape for aval in program.in_avals]
+                parts = {j: each._replace(shape=shapes[j]) for j, each in own.items()}
+                is_cut = any(each.elements.ndim and each.shape != shapes[j] for j, each in own.items())
+                known = operands is not None and not is_cut
+                known = known and all(getattr(x, "is_fully_addressable", True) for x in operands)
+                inputs = [*map(first_shard, operands, shapes)] if known else None
+            yield program, inputs, parts | {-1 - j: each for j, each in own.items()}
 
 
 def _kept(eqn: Equation, inner: ClosedJaxpr, wanted: list[bool]) -> list[bool]:
@@ -147,11 +166,17 @@ def _kept(eqn: Equation, inner: ClosedJaxpr, wanted: list[bool]) -> list[bool]:
 
 
 def _of_step(
-    program: Program, given: Sequence[Any] | None, frozen: AllFrozen, kept: Sequence[bool]
+    program: Program,
+    given: Sequence[Any] | None,
+    frozen: AllFrozen,
+    kept: Sequence[bool],
+    within: Within | None = None,
 ) -> tuple[list[tuple[int, list[set[int]]]], bool, dict[int, Sequence[int]]]:
     """As :class:`InnerGradients` has them, with the places of results."""
+    if within is not None:
+        program = program._replace(eqns=[*map(without_vma, program.eqns)])
     outs = {n: k for k, n in enumerate(program.outputs) if kept[k] and isinstance(n, int)}
-    inside_of_it = [*inner_gradients(program, given, frozen, outs)]
+    inside_of_it = [*inner_gradients(program, given, frozen, outs, within)]
     avals, shapes = program.avals, {each.shape for each in frozen.values()}
     is_alike = lambda n: is_inexact(avals[n]) and bool({avals[n].shape, avals[n].shape[1:]} & shapes)  # noqa: E731
     ends = [n for n in ends_of_backward(program, outs)[0] if is_alike(n)]
@@ -160,7 +185,7 @@ def _of_step(
     if ends and given is not None:
         inputs = [n for n in range(program.num_inputs) if is_inexact(avals[n])]
         in_loops = {n: each for inner in inside_of_it for n, each in inner.scalars.items()}
-        owners = Owners(program, given, inputs, frozen, in_loops)
+        owners = Owners(program, given, inputs, frozen, in_loops, within)
         found_owners = owners.find(ends, filter(is_alike, outs))
         owned = {n: min(found_owners[n]) for n in ends if len(found_owners.get(n, ())) == 1}
         decided = [*dict.fromkeys(owners.scalars.values())] or owners.in_body()
@@ -174,7 +199,7 @@ def _of_step(
         changing = reached_from(program, *own)
         after = [out for out in outs if out in changing]
         elements = {n: each.elements for n, each in own.items()}
-        counts = Readers(program, elements, after, [np.asarray(False)] * len(after)).counts(given)
+        counts = Readers(program, elements, after, [np.asarray(False)] * len(after), within).counts(given)
         changes = range(len(CHANGES[:4]))
         for n, each in own.items() if counts([*own], changes).any() else ():
             differ = np.any(counts([n], changes), axis=-1)

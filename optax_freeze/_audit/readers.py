@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._audit.evaluation import evaluate, live
+from optax_freeze._audit.evaluation import Within, evaluate, live
 from optax_freeze._audit.reactions import changed, differences
 from optax_freeze._program.dependence import reached
 from optax_freeze._program.operations import is_cheap
@@ -30,7 +30,12 @@ class Readers:
     """
 
     def __init__(
-        self, program: Program, elements: Mapping[int, Any], results: Sequence[int], frozen: Sequence[Any]
+        self,
+        program: Program,
+        elements: Mapping[int, Any],
+        results: Sequence[int],
+        frozen: Sequence[Any],
+        within: Within | None = None,
     ) -> None:
         self._program, self._elements, self._results, self._frozen = program, elements, results, frozen
         found = reached(program, {n: 2 << k for k, n in enumerate(elements)})
@@ -40,7 +45,8 @@ class Readers:
         together: list[Equation] = []
         for eqn in after:
             mark = functools.reduce(operator.or_, (found.get(n, 0) for n in eqn.outputs))
-            (self._alone[of_mark[mark]] if mark in of_mark and not eqn.has_effects else together).append(eqn)
+            is_alone = mark in of_mark and not eqn.has_effects and within is None
+            (self._alone[of_mark[mark]] if is_alone else together).append(eqn)
         owner = {m: n for n, eqns in self._alone.items() for m in (n, *(m for eqn in eqns for m in eqn.outputs))}
         places: dict[int | None, list[int]] = {n: [] for n in (None, *elements)}
         for place, m in enumerate(results):
@@ -66,7 +72,8 @@ class Readers:
             evaluate(together, env, keep=elements)
             return [env[m] for m in wanted]
 
-        self._before, self._together = jax.jit(before), jax.jit(after_all)
+        mapped = within or (lambda fun: fun)
+        self._before, self._together = jax.jit(mapped(before)), jax.jit(mapped(after_all))
 
     def counts(self, inputs: Sequence[Any]) -> Counts:
         """A function of numbers of values and of changes, which counts for each change how many elements differ.

@@ -429,7 +429,11 @@ def by_hand(tx):
             {("moved", "encoder/kernel", "a value that depends on the batch"), STATE},
         ),
         (lambda: logged(FREEZE), "gradients of 2 frozen leaves are computed only for results", set()),
-        (lambda: several(FREEZE), "computed only for results beside the state (in a loop or a branch)", set()),
+        (
+            lambda: several(FREEZE),
+            "computed only for results beside the state (in a loop, a branch or a shard_map)",
+            set(),
+        ),
         (lambda: by_hand(FREEZE), "the program of the step has no backward pass", set()),
     ],
     ids=[
