@@ -6,7 +6,7 @@ if JAX refuses what it wrote. So a program shrinks as its choices do, and is pri
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -286,9 +286,9 @@ def at(shape: Any, axis: int, value: Any) -> tuple[Any, ...]:
     return (*shape[:axis], value, *shape[axis + 1 :])
 
 
-def indices(b: Body, size: int, count: int) -> str:
+def indices(b: Body, size: int, count: int, integers: Sequence[str] = INTEGERS) -> str:
     """Row numbers of any integer type, some out of range: constants, or values of the program."""
-    dtype = b.one(INTEGERS)
+    dtype = b.one(integers)
     low = -size if dtype[0] == "i" else 0
     if b.chance(3):
         source = b.one(['x["i"]', *(n for n, v in b.values.items() if n[0] == "v" and is_integer(v) and v.ndim == 1)])
@@ -298,7 +298,8 @@ def indices(b: Body, size: int, count: int) -> str:
 
 
 def index(b: Body, size: int) -> str:
-    return f"{indices(b, size, 1)}[0]"
+    """A row number, of a type that has the size: XLA on a CPU reads and writes elsewhere with others."""
+    return f"{indices(b, size, 1, [t for t in INTEGERS if jnp.iinfo(t).max >= size])}[0]"
 
 
 @row
