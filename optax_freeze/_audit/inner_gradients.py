@@ -145,9 +145,9 @@ def _steps(
                 shapes = [aval.shape for aval in program.in_avals]
                 parts = {j: each._replace(shape=shapes[j]) for j, each in own.items()}
                 is_cut = any(each.elements.ndim and each.shape != shapes[j] for j, each in own.items())
-                known = operands is not None and not is_cut
-                known = known and all(getattr(x, "is_fully_addressable", True) for x in operands)
-                inputs = [*map(first_shard, operands, shapes)] if known else None
+                if operands is not None and not is_cut:
+                    is_here = all(getattr(x, "is_fully_addressable", True) for x in operands)
+                    inputs = [*map(first_shard, operands, shapes)] if is_here else None
             yield program, inputs, parts | {-1 - j: each for j, each in own.items()}
 
 
