@@ -54,9 +54,9 @@ class Readers:
         self._places = {n: np.asarray(each, int) for n, each in places.items()}
         wanted = [results[place] for place in self._places[None]]
         together = _cheap_before(program, together, owner) + together
-        self._read = _read_by(program, together)
+        self._read = _read_by(program, together, elements)
         self._kept = {*owner} & ({*results} | self._read)
-        passed = _read_by(program, [eqn for eqns in self._alone.values() for eqn in eqns]) | self._read
+        passed = _read_by(program, [eqn for eqns in self._alone.values() for eqn in eqns], elements) | self._read
         given = sorted((passed - {m for eqn in after for m in eqn.outputs}) | {*elements})
         self._inputs = [m for m in given if m < program.num_inputs]  # as outputs they would be copies
         computed = given[len(self._inputs) :]
@@ -120,9 +120,9 @@ class Readers:
         return {m: env[m] for m in (n, *(m for eqn in self._alone[n] for m in eqn.outputs)) if m in self._kept}
 
 
-def _read_by(program: Program, eqns: Sequence[Equation]) -> set[int]:
-    """The values that operations read, except for constants and their own results."""
-    own = {m for eqn in eqns for m in eqn.outputs}
+def _read_by(program: Program, eqns: Sequence[Equation], given: Collection[int]) -> set[int]:
+    """The values that operations read, except for constants and those of their own results that are not given."""
+    own = {m for eqn in eqns for m in eqn.outputs} - {*given}
     return {m for eqn in eqns for m in eqn.reads} - own - {*program.consts}
 
 
@@ -133,7 +133,7 @@ def _cheap_before(program: Program, eqns: Sequence[Equation], apart: Collection[
         if is_cheap(eqn) and not eqn.has_effects and eqn.reads <= known:
             found.append(eqn)
             known.update(eqn.outputs)
-    return live(found, _read_by(program, eqns), apart)
+    return live(found, _read_by(program, eqns, apart), apart)
 
 
 @jax.jit
