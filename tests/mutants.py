@@ -318,11 +318,9 @@ _BY_FILE = {
         ("if is_backward(eqn) else env", "if False else env", "-k two_losses"),
         (" & (norm(a - factor[..., None] * b) <= allowed * sizes[0])", "", "-k 'adversarial or example'"),
         ("if kind.bits > 8), default", "if kind.bits > 16), default", "-k bfloat16"),
-        (
-            "around |= {*eqn.outputs} if contains_backward(eqn) else set()",
-            "pass",
-            "tests/audit/test_audit_step.py -k scan",
-        ),
+    ],
+    ("_audit/backward.py", "tests/audit/test_audit_step.py"): [
+        ("around |= {*eqn.outputs} if contains_backward(eqn) else set()", "pass", "-k scan"),
     ],
     ("_audit/inner_gradients.py", "tests/audit/test_steps.py"): [
         ("{j - 1: each for j,", "{j: each for j,", "-k 'clip and branch'"),

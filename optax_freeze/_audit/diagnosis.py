@@ -106,9 +106,9 @@ def _changed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
             else:
                 cause = causes.FINITE_CHECK if j in by_inf else causes.NORM
             found.setdefault((j, cause), []).extend(step.plan.leaves[i].path for i in g.leaves)
-    by_size = {j for j, cause in found if cause is not causes.FINITE_CHECK}  # what hides the size of some shows NaN
+    explained = {j for j, cause in found if cause is not causes.FINITE_CHECK}  # of some, only NaN may be seen
     for (j, cause), paths in found.items():
-        if cause is causes.FINITE_CHECK and j in by_size:
+        if cause is causes.FINITE_CHECK and j in explained:
             continue
         numbers = {causes.FINITE_CHECK: "of NaN", causes.COUPLED: "of the other sign"}.get(cause, "of 1e15 or NaN")
         more = f" or of {counted(len(paths) - 1, 'other frozen leaf', 'other frozen leaves')}" * (len(paths) > 1)

@@ -15,6 +15,11 @@ Within: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What turns a function that evaluates a program into one that does so where the names of its mesh axes are known."""
 
 
+def compiled(fun: Callable[..., Any], within: Within | None) -> Callable[..., Any]:
+    """A compiled function, for a program that a ``shard_map`` may apply."""
+    return jax.jit(fun if within is None else within(fun))
+
+
 def on_each_device(mapped: Mapped) -> Within:
     """Evaluates what a ``shard_map`` applies to a shard with the same values on each device."""
     names, spec = mapped.axis_names, jax.sharding.PartitionSpec()

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._audit.evaluation import Within, evaluate, live
-from optax_freeze._jax_internals import Loop, inside, is_backward, programs_in
+from optax_freeze._audit.backward import contains_backward, is_around_backward
+from optax_freeze._audit.evaluation import Within, compiled, evaluate, live
+from optax_freeze._jax_internals import Loop, inside, is_backward
 from optax_freeze._program.dependence import dependent
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
 
@@ -29,12 +30,6 @@ _UNDECIDED = 0.25
 """A point where rounding may change more than this of a derivative tells nothing about it."""
 
 
-def contains_backward(eqn: Any) -> bool:
-    """Whether a loop, a branch or a call contains a backward pass."""
-    inner = [each for program in programs_in(eqn) for each in program.eqns]
-    return any(is_backward(each) or contains_backward(each) for each in inner)
-
-
 class _Scalar(NamedTuple):
     """A scalar, or one for each example or for each step of a loop."""
 
@@ -43,28 +38,8 @@ class _Scalar(NamedTuple):
     inner: int | None = None  # its number in the body of the loop
 
 
-def ends_of_backward(
-    program: Program, results: Collection[int], leaving: Collection[int] = (), state: Collection[int] = ()
-) -> tuple[list[int], set[int]]:
-    """The values of a backward pass that other operations read, and those that loops, branches and calls return.
-
-    Args:
-      results: the results of the program.
-      leaving: other values that a jitted function returns.
-      state: the results that are the new state, which is no gradient where a loop of whole steps returns it.
-    """
-    made = {n for eqn in program.eqns if is_backward(eqn) or contains_backward(eqn) for n in eqn.outputs}
-    read, around = {*results}, set()
-    for eqn in live(program.eqns, results):
-        if not is_backward(eqn):
-            read |= eqn.reads
-            around |= {*eqn.outputs} if contains_backward(eqn) else set()
-    ends = (made & (read | {*leaving})) - (around & {*state})
-    return sorted(n for n in ends if is_inexact(program.avals[n])), around
-
-
 class Owners:
-    """Finds the owners of values of a program; ``inputs`` are its floating-point inputs, ``leaves`` among them.
+    """Finds the owners of values of a program; ``leaves`` are those of its inputs that are parameters.
 
     Attributes:
       scalars: for each value with an owner the scalar whose derivative it is.
@@ -75,14 +50,19 @@ class Owners:
         self,
         program: Program,
         given: Sequence[Any],
-        inputs: Collection[int],
         leaves: Collection[int],
         in_loops: Mapping[int, Sequence[int]],
         within: Within | None = None,
     ) -> None:
         """``in_loops``: for results of loops the scalars in the body whose derivatives they may add up."""
-        self._program, self._given, self._inputs, self._leaves = program, given, inputs, leaves
-        self._in_loops, self._within = in_loops, within or (lambda fun: fun)
+        self._program, self._given, self._leaves, self._in_loops, self._within = (
+            program,
+            given,
+            leaves,
+            in_loops,
+            within,
+        )
+        self._inputs = [n for n in range(program.num_inputs) if is_inexact(program.avals[n])]
         self.scalars: dict[int, int] = {}
         self.undecided: set[int] = set()
         kinds = [jnp.finfo(aval.dtype) for aval in program.avals if is_inexact(aval)]
@@ -95,24 +75,27 @@ class Owners:
         """
         found: dict[int, set[int]] = {}
         program, starts = self._program, self._starts()
-        within = {n: place for place, eqn in enumerate(program.eqns) if contains_backward(eqn) for n in eqn.outputs}
-        within = {n: place for n, place in within.items() if not is_backward(program.eqns[place])}
-        values, others = {*values}, {*others}
-        left = {n: starts.get(n, len(program.eqns)) for n in sorted(values | others) if n not in within}
+        around = {n: place for place, eqn in enumerate(program.eqns) if is_around_backward(eqn) for n in eqn.outputs}
+        values = {*values}
+        every = sorted(values.union(others))
+        left = {n: starts.get(n, len(program.eqns)) for n in every if n not in around}
         tried: set[_Scalar] = set()
         scalars = self._scalars({size for n in left for size in program.avals[n].shape[:1]})
-        for start in sorted({left[n] for n in left if n in values}):
+        for start in sorted({first for n, first in left.items() if n in values}):
             for scalar in [each for each in scalars if each.place <= start][: -_TRIES - 1 : -1]:
                 open_now = [n for n, first in left.items() if first == start and n not in found and n in values]
                 if open_now and scalar not in tried:
                     tried.add(scalar)
                     later = [n for n, first in left.items() if first >= scalar.place and n not in found]
                     found |= self._equal(scalar, later)
-        of_loops = [n for n in sorted(values | others) if n in within]
-        for place, inner in dict.fromkeys((within[n], inner) for n in of_loops for inner in self._in_loops.get(n, ())):
-            scalar = _Scalar(place, program.eqns[place].outputs[0], inner)
-            mine = [n for n in of_loops if within[n] == place and inner in self._in_loops.get(n, ()) and n not in found]
-            found |= self._equal(scalar, mine) if mine else {}
+        of_loops: dict[_Scalar, list[int]] = {}
+        for n in every:
+            for inner in self._in_loops.get(n, ()):
+                scalar = _Scalar(around[n], program.eqns[around[n]].outputs[0], inner)
+                of_loops.setdefault(scalar, []).append(n)
+        for scalar, results in of_loops.items():
+            left_over = [n for n in results if n not in found]
+            found |= self._equal(scalar, left_over) if left_over else {}
         return found
 
     def _starts(self) -> dict[int, int]:
@@ -122,11 +105,11 @@ class Owners:
         for place, eqn in enumerate(self._program.eqns):
             reads = eqn.reads & (in_pass if is_backward(eqn) else found.keys())
             first = [found[n] for n in reads]
-            if contains_backward(eqn) and not is_backward(eqn):
-                found |= dict.fromkeys(eqn.outputs, place)
-            elif is_backward(eqn):
+            if is_backward(eqn):
                 in_pass.update(eqn.outputs)
                 found |= dict.fromkeys(eqn.outputs, min(first, default=place))
+            elif contains_backward(eqn):
+                found |= dict.fromkeys(eqn.outputs, place)
             elif first:
                 found |= dict.fromkeys(eqn.outputs, max(first))
         return found
@@ -136,9 +119,9 @@ class Owners:
         program, found = self._program, []
         depends = dependent(program, self._inputs)
         for place, eqn in enumerate(program.eqns):
-            for n in [] if is_backward(eqn) else depends.intersection(eqn.outputs):
+            for n in [] if is_backward(eqn) else eqn.outputs:
                 aval = program.avals[n]
-                if is_inexact(aval) and len(aval.shape) < 2 and {*aval.shape} <= lengths:
+                if n in depends and is_inexact(aval) and len(aval.shape) < 2 and {*aval.shape} <= lengths:
                     found.append(_Scalar(place, n))
         return found
 
@@ -155,7 +138,7 @@ class Owners:
         inputs = [n for n in self._inputs if avals[n].shape in shapes]
         if not inputs:
             return {}
-        compute = jax.jit(self._within(functools.partial(self._sketches, scalar, inputs, values)))
+        compute = compiled(functools.partial(self._sketches, scalar, inputs, values), self._within)
         here, near = [], []
         try:
             for seed in range(3):

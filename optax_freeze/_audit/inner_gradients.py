@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import numpy as np
 
-from optax_freeze._audit.evaluation import Within, evaluate, first_shard, live, on_each_device
-from optax_freeze._audit.gradient_owners import Owners, contains_backward, ends_of_backward
+from optax_freeze._audit.backward import is_around_backward, values_of_backward
+from optax_freeze._audit.evaluation import Within, compiled, evaluate, first_shard, live, on_each_device
+from optax_freeze._audit.gradient_owners import Owners
 from optax_freeze._audit.reactions import CHANGES
 from optax_freeze._audit.readers import Readers
 from optax_freeze._jax_internals import (
@@ -22,7 +22,6 @@ from optax_freeze._jax_internals import (
     Loop,
     Mapped,
     inside,
-    is_backward,
     programs_in,
     without_unused,
     without_vma,
@@ -79,7 +78,7 @@ def inner_gradients(
       within: how the program is evaluated, if a ``shard_map`` applies it.
     """
     needed = live(program.eqns, wanted)
-    eqns = [eqn for eqn in needed if contains_backward(eqn) and not is_backward(eqn)]
+    eqns = [eqn for eqn in needed if is_around_backward(eqn)]
     read = sorted({n for eqn in eqns for n in eqn.reads})
 
     def values(inputs: Sequence[Any]) -> list[Any]:
@@ -87,28 +86,27 @@ def inner_gradients(
         evaluate(live(program.eqns, read), env)
         return [env[n] for n in read]
 
-    compute = jax.jit(values if within is None else within(values))
-    env = dict(zip(read, compute(given), strict=True)) if eqns and given is not None else None
+    env = dict(zip(read, compiled(values, within)(given), strict=True)) if eqns and given is not None else None
     computed = _computed_from(program, frozen) if eqns else {}
     results = {n for eqn in needed for n in eqn.reads} | {*wanted}
     for eqn in eqns:
         operands = None if env is None else [env[x] if isinstance(x, int) else x.val for x in eqn.inputs]
         found: list[tuple[int, list[set[int]]]] = []
-        unknown, scalars = False, {}
+        unknown, scalars, contents = False, {}, inside(eqn)
+        on_shards = on_each_device(contents) if isinstance(contents, Mapped) and within is None else None
         for inner, inputs, own in _steps(eqn, operands, computed):
             kept = _kept(eqn, inner, [n in results for n in eqn.outputs])
-            each = flatten(inner, enter_placed=True)
-            if isinstance(mapped := inside(eqn), Mapped) and within is None:
-                try:
-                    of_step, more, summed = _of_step(each, inputs, own, kept, on_each_device(mapped))
-                except Exception:  # it depends on the number of devices
-                    of_step, more, summed = _of_step(each, None, own, kept)
-            else:
-                of_step, more, summed = _of_step(each, inputs, own, kept, within)
+            body = flatten(inner, enter_placed=True)
+            try:
+                of_step, more, summed = _of_step(body, inputs, own, kept, on_shards or within)
+            except Exception:
+                if on_shards is None:
+                    raise
+                of_step, more, summed = _of_step(body, None, own, kept)  # it depends on what each device has
             later = functools.cache(functools.partial(_later, eqn, inner))
             found += [(i, [later(frozenset(places)) for places in changed]) for i, changed in of_step]
             unknown |= more
-            scalars |= {eqn.outputs[k]: each for k, each in summed.items()} if isinstance(inside(eqn), Loop) else {}
+            scalars |= {eqn.outputs[k]: each for k, each in summed.items()} if isinstance(contents, Loop) else {}
         yield InnerGradients(eqn, found, unknown, scalars)
 
 
@@ -179,13 +177,12 @@ def _of_step(
     inside_of_it = [*inner_gradients(program, given, frozen, outs, within)]
     avals, shapes = program.avals, {each.shape for each in frozen.values()}
     is_alike = lambda n: is_inexact(avals[n]) and bool({avals[n].shape, avals[n].shape[1:]} & shapes)  # noqa: E731
-    ends = [n for n in ends_of_backward(program, outs)[0] if is_alike(n)]
+    ends = [n for n in values_of_backward(program, outs).ends if is_alike(n)]
     owned: dict[int, int] = {}
     scalars: dict[int, Sequence[int]] = {}
     if ends and given is not None:
-        inputs = [n for n in range(program.num_inputs) if is_inexact(avals[n])]
         in_loops = {n: each for inner in inside_of_it for n, each in inner.scalars.items()}
-        owners = Owners(program, given, inputs, frozen, in_loops, within)
+        owners = Owners(program, given, frozen, in_loops, within)
         found_owners = owners.find(ends, filter(is_alike, outs))
         owned = {n: min(found_owners[n]) for n in ends if len(found_owners.get(n, ())) == 1}
         decided = [*dict.fromkeys(owners.scalars.values())] or owners.in_body()

@@ -17,18 +17,19 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from optax_freeze._audit.backward import contains_backward, values_of_backward
 from optax_freeze._audit.constant_zeros import constant_zeros
 from optax_freeze._audit.evaluation import Needed, live
-from optax_freeze._audit.gradient_owners import Owners, contains_backward, ends_of_backward
+from optax_freeze._audit.gradient_owners import Owners
 from optax_freeze._audit.inner_gradients import Frozen, InnerGradients, inner_gradients, reached_from
 from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
 from optax_freeze._audit.readers import Counts, Readers
 from optax_freeze._audit.step import State, Step
 from optax_freeze._errors import is_array
-from optax_freeze._jax_internals import ClosedJaxpr, is_backward, with_results
+from optax_freeze._jax_internals import ClosedJaxpr, with_results
 from optax_freeze._precompute.flops import flops_of_program
 from optax_freeze._program.dependence import dependent, reached
-from optax_freeze._program.trace import flatten, is_inexact
+from optax_freeze._program.trace import flatten
 from optax_freeze._program.traced_function import as_argument
 from optax_freeze._spec.memory_kinds import to_device
 
@@ -74,13 +75,11 @@ class StepProgram:
         self._live = live(program.eqns, self._outputs)
         self._flops = {id(eqn): flops_of_program([eqn]) for eqn in program.eqns}
         self.flops = self._cost(self._live)
-        self._backward = [eqn for eqn in program.eqns if is_backward(eqn) or contains_backward(eqn)]
-        self._made = {n for eqn in self._backward for n in eqn.outputs}
-        self.has_backward = bool(self._backward)
         self.ambiguous: set[tuple[int, ...]] = set()
         self.state_of: dict[int, int] = {}
         outputs = {out for k, out in self._outs.items() if k < len(step.start)}
-        self._ends, self._around = ends_of_backward(program, self._results, self._leaving, outputs)
+        self._made, self._ends, self._around = values_of_backward(program, self._results, self._leaving, outputs)
+        self.has_backward = bool(self._made)
         self._inner = self._inner_gradients()
         self._owned = self._owners()
         self._seen: set[tuple[int, ...]] = set()
@@ -99,8 +98,9 @@ class StepProgram:
         """The parameters, by the numbers of the inputs in the program."""
         return {self._place[k]: i for k, i in self._param_at.items() if k in self._place}
 
-    def _given(self) -> list[Any]:
-        return [to_device(self._flat[k]) for k in self._inputs]
+    def _given(self, flat: Sequence[Any]) -> list[Any]:
+        """The inputs of the program, of the leaves of a state and a batch."""
+        return [to_device(flat[k]) for k in self._inputs]
 
     @functools.cached_property
     def _place(self) -> dict[int, int]:
@@ -120,11 +120,10 @@ class StepProgram:
         self._unknown: list[int] = []
         if not alike:
             return {}
-        inputs = [n for n in range(len(self._inputs)) if is_inexact(avals[n])]
         in_loops = {n: each for inner in self._inner for n, each in inner.scalars.items()}
         leaf_of = self._leaf_of
         with jax.debug_nans(False), jax.debug_infs(False):
-            found = Owners(self._program, self._given(), inputs, leaf_of, in_loops).find(alike)
+            found = Owners(self._program, self._given(self._flat), leaf_of, in_loops).find(alike)
         owned: dict[int, int] = {}
         for n in alike:
             numbers = found.get(n, set())
@@ -146,7 +145,7 @@ class StepProgram:
             return
         flat = [*state, *jax.tree.leaves(self._step.batch)]
         with jax.debug_nans(False), jax.debug_infs(False):
-            counts = self._readers.counts([to_device(flat[k]) for k in self._inputs])
+            counts = self._readers.counts(self._given(flat))
             for group in groups:
                 cells = [*zip(*map(np.ndarray.tolist, np.nonzero(counts(group, range(4)))), strict=True)]
                 if self._seen.issuperset(cells):
@@ -265,7 +264,7 @@ class StepProgram:
         step, leaves = self._step, self._leaf_of.items()
         frozen = {n: Frozen(i, step.plan.leaves[i].shape or (), step.mask(i)) for n, i in leaves if i in step.frozen}
         with jax.debug_nans(False), jax.debug_infs(False):
-            return [*inner_gradients(self._program, self._given(), frozen, self._results | self._leaving)]
+            return [*inner_gradients(self._program, self._given(self._flat), frozen, self._results | self._leaving)]
 
     def _follow(self, numbers: set[int]) -> Answer:
         """The trainable parameters and the results that change with values, other than gradients of frozen ones."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._audit.evaluation import Within, evaluate, live
+from optax_freeze._audit.evaluation import Within, compiled, evaluate, live
 from optax_freeze._audit.reactions import changed, differences
 from optax_freeze._program.dependence import reached
 from optax_freeze._program.operations import is_cheap
@@ -72,8 +72,7 @@ class Readers:
             evaluate(together, env, keep=elements)
             return [env[m] for m in wanted]
 
-        mapped = within or (lambda fun: fun)
-        self._before, self._together = jax.jit(mapped(before)), jax.jit(mapped(after_all))
+        self._before, self._together = compiled(before, within), compiled(after_all, within)
 
     def counts(self, inputs: Sequence[Any]) -> Counts:
         """A function of numbers of values and of changes, which counts for each change how many elements differ.
@@ -91,6 +90,7 @@ class Readers:
             places = self._places[n]
             if not places.size:
                 return self._read_of(new), np.zeros((0, 2), int)
+            # Computed again for each change: to keep it for all values would be another copy of the state.
             plain, own = self._of_one(n, given, given[n]), [self._results[place] for place in places]
             masks = [self._frozen[place] for place in places]
             return self._read_of(new), differences([new[m] for m in own], [plain[m] for m in own], masks)
