@@ -60,11 +60,12 @@ def migrate(
 
     Moments of parameters that stay trainable, counts and schedule steps are carried over; rows of a leaf are matched by
     row number. An array that the rows of a leaf share (a column factor of Adafactor, a norm of NovoGrad, a projection
-    of GaLore) is carried over to other rows of the leaf if its shape stays the same. Newly trainable parameters get the
-    initial state, and the state of newly frozen ones is dropped. The optimizer itself must be the same; different
-    transformations raise an error. A group of :func:`optax_freeze.freeze_when` or a label of ``optax.multi_transform``
-    takes the counts of the groups that its leaves come from. Where a leaf with new moments shares an old count, Adam's
-    bias correction has already faded, and the first step of the leaf is up to 3.2 times the usual one.
+    of GaLore) is carried over to other rows of the leaf if its shape stays the same, and so are SM3's accumulators of a
+    leaf with a dense mask. Newly trainable parameters get the initial state, and the state of newly frozen ones is
+    dropped. The optimizer itself must be the same; different transformations raise an error. A group of
+    :func:`optax_freeze.freeze_when` or a label of ``optax.multi_transform`` takes the counts of the groups that its
+    leaves come from. Where a leaf with new moments shares an old count, Adam's bias correction has already faded, and
+    the first step of the leaf is up to 3.2 times the usual one.
 
     An optimizer starts as in ``init`` where it would in :func:`optax_freeze.replace_masks`, and one with a history of
     gradients (L-BFGS) or a line search also if an element is newly frozen, or a group is divided or joined to another.

@@ -252,14 +252,17 @@ def merged(
     survives = bool((now.trains & before.trains).any())
     if now.equals(before):
         return old, True
-    if [np.shape(new), np.shape(old)] == [np.shape(each.take(leaf)) for each in (now, before)]:
+    is_moment = place.address.endswith(place.param)  # and not one of several arrays, as of SM3
+    is_dense = {now.kind, before.kind} <= {"whole", "dense"}
+    shapes = [np.shape(each.take(leaf)) for each in (now, before)]
+    if (is_moment or not is_dense) and [np.shape(new), np.shape(old)] == shapes:
         pairs = (now, new), (before, old)  # an element for each of the parameter
         full = [a if c.kind in ("whole", "dense") else c.put(jnp.zeros(np.shape(leaf), old.dtype), a) for c, a in pairs]
         value = jnp.where(now.trains & before.trains, full[1], full[0].astype(old.dtype))
         return value if now.kind == "dense" else now.take(value), survives
     if sources > 1:
         return ANY, survives
-    if {now.kind, before.kind} <= {"whole", "dense"}:
+    if is_dense:
         return old, survives
     if (now.kind, now.axis) != (before.kind, before.axis):
         return new, False

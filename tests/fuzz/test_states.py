@@ -621,6 +621,13 @@ def test_a_group_of_rows_of_which_an_optimizer_has_several_arrays(compiled):
     state.step(compiled=compiled, seed=1, way="train_step")
 
 
+def test_a_dense_mask_of_a_vector_of_which_an_optimizer_has_a_list():
+    state = Training()
+    state.init(name="sm3", leaves="y", arrangement=("plain", []), jit=False)
+    state.step(compiled="eager", seed=0, way="update")
+    state.migrate(arrangement=("when", [(0, ("dense", 0), False)]))
+
+
 def test_an_optimizer_that_refuses_complex_numbers():
     state = Training()
     state.init(name="contrib.adopt", leaves="ax", arrangement=("plain", []), jit=False)
