@@ -7,8 +7,9 @@ both have a primitive and its params. Importing this file loads ``jax.extend``, 
 
 import contextlib
 import dis
+import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -206,6 +207,38 @@ def bind(eqn: Any, *operands: Any, **changed: Any) -> Any:
     bound = eqn.primitive.get_bind_params({**eqn.params, **changed})
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # functions: up to JAX 0.9
     return eqn.primitive.bind(*functions, *operands, **params)
+
+
+def evaluate_program(program: ClosedJaxpr, *operands: Any) -> list[Any]:
+    """The results of a program, which JAX differentiates as fast as the functions of ``jax.numpy``.
+
+    Each operation is a ``jit`` of its own: JAX keeps the derivative of one for all that are like it.
+    """
+    jaxpr = program.jaxpr
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *operands], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else env[atom]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        with source_of(eqn).scope():
+            outs = _function_of(eqn)(*map(read, eqn.invars))
+        env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
+    return [*map(read, jaxpr.outvars)]
+
+
+def _function_of(eqn: Any) -> Callable[..., Any]:
+    """An operation as a function of its operands, the same for all that are like it."""
+    params, alone = eqn.params, functools.partial(bind, eqn)
+    is_of_jax = PRIMITIVES.get(eqn.primitive.name) is eqn.primitive
+    if not is_of_jax or eqn.effects or inside(eqn) or any(isinstance(x, float) for x in params.values()):  # 0 is -0
+        return alone
+    try:
+        return _jitted(eqn.primitive, tuple(params), *params.values())
+    except TypeError:  # params without a hash
+        return alone
+
+
+@functools.lru_cache(4096, typed=True)
+def _jitted(primitive: Any, names: tuple[str, ...], *values: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **dict(zip(names, values, strict=True))), inline=True)
 
 
 def without_vma(eqn: Any) -> Any:

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows, types_of
 from optax_freeze._gradient.unknown_derivative import refuse_unknown
-from optax_freeze._jax_internals import ClosedJaxpr, jaxpr_as_fun, lacks_reverse_mode, needs_value
+from optax_freeze._jax_internals import ClosedJaxpr, evaluate_program, lacks_reverse_mode, needs_value
 from optax_freeze._program.dependence import divided
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
@@ -223,7 +223,7 @@ class _Call:
         def of_program(*arrays: Any) -> list[Any]:
             left = iter(arrays[len(of_leaf) :])
             consts = [next(left) if here else const for const, here in zip(closed.consts, is_tracer, strict=True)]
-            return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*arrays[: len(of_leaf)])
+            return evaluate_program(ClosedJaxpr(closed.jaxpr, consts), *arrays[: len(of_leaf)])
 
         def of_function(*arrays: Any) -> list[Any]:
             assert self.fun is not None
@@ -261,7 +261,7 @@ class _Call:
             def with_others(*given: Any) -> list[Any]:
                 consts = [given[number_of[id(x)]] if id(x) in number_of else x for x in of_vjp.consts]
                 arrays = (*given[: len(of_leaf)], *given[len(of_leaf) + len(others) :])
-                return as_traced(jaxpr_as_fun(ClosedJaxpr(of_vjp.jaxpr, consts))(*arrays))
+                return as_traced(evaluate_program(ClosedJaxpr(of_vjp.jaxpr, consts), *arrays))
 
             traced = Traced(with_others, inputs)
         program = traced.program._replace(on_host=self.program.on_host)

@@ -276,25 +276,8 @@ class Walk:
 
     def _single(self, eqn: Equation, place: int, wanted: Wanted) -> None:
         """The tasks of one result of an equation, which is computed on its own."""
-        shape = getattr(eqn.avals_out[place], "shape", ())
-        chosen = regions_apart(wanted, shape)
         in_part = self._is_in_part(eqn)
-        is_stored = EVERYTHING in wanted and self.materialized.is_stored(eqn.outputs[place]) and not in_part
-        decides = eqn.outputs[place] in self.decisive and not in_part
-        is_static = all(isinstance(region, Rows) for region in wanted)
-        is_few = len(wanted) <= _MOST_REPEATS or (is_static and not overlap(list(wanted), shape))
-        if rule_of(eqn).cost is Cost.ELEMENTWISE:  # not more than everything
-            is_few &= sum(region.share(shape) for region in wanted) <= 1.001
-        if eqn.outputs[place] in self.compared and not in_part:
-            chosen = {EVERYTHING: joined_guard([wanted])}
-        elif is_cheap(eqn) and is_few and not is_stored and not decides:
-            chosen = wanted
-        elif (
-            (decides and len(chosen) > 1)
-            or any(is_scattered(region, shape) for region in chosen)
-            or self._everything_is_as_cheap(eqn, chosen, shape)
-        ):
-            chosen = {EVERYTHING: joined_guard([wanted])}
+        chosen = wanted if [*wanted] == [EVERYTHING] else self._chosen(eqn, place, wanted, in_part)
         part = self._from_rows(eqn, place) if in_part and EVERYTHING in chosen else None
         for region, guard in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
@@ -306,6 +289,24 @@ class Walk:
             else:
                 self.everything(eqn, [wanted], without_rule=True)
                 return
+
+    def _chosen(self, eqn: Equation, place: int, wanted: Wanted, in_part: bool) -> Wanted:
+        """The regions of a result that are computed, each on its own."""
+        shape = getattr(eqn.avals_out[place], "shape", ())
+        everything = {EVERYTHING: joined_guard([wanted])}
+        if eqn.outputs[place] in self.compared and not in_part:
+            return everything
+        is_stored = EVERYTHING in wanted and self.materialized.is_stored(eqn.outputs[place]) and not in_part
+        decides = eqn.outputs[place] in self.decisive and not in_part
+        is_static = all(isinstance(region, Rows) for region in wanted)
+        is_few = len(wanted) <= _MOST_REPEATS or (is_static and not overlap(list(wanted), shape))
+        if rule_of(eqn).cost is Cost.ELEMENTWISE:  # not more than everything
+            is_few &= sum(region.share(shape) for region in wanted) <= 1.001
+        if is_cheap(eqn) and is_few and not is_stored and not decides:
+            return wanted
+        apart = regions_apart(wanted, shape)
+        is_dear = (decides and len(apart) > 1) or any(is_scattered(region, shape) for region in apart)
+        return everything if is_dear or self._everything_is_as_cheap(eqn, apart, shape) else apart
 
     def _is_in_part(self, eqn: Equation) -> bool:
         """Whether only some rows of an operand should be read, even if all of the result is wanted."""
