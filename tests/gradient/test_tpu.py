@@ -134,6 +134,19 @@ def test_rows_of_a_donated_stack_are_written_in_place(dtype, topology):
     assert compiled.cost_analysis()["bytes accessed"] <= 6 * row
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_head_with_new_columns_is_not_copied(dtype):
+    """Its frozen columns and the new ones are put together where the product reads them."""
+    head, x = jax.ShapeDtypeStruct((1024, 65536), dtype), jax.ShapeDtypeStruct((16, 1024), dtype)
+    trainable, rest = jax.eval_shape(lambda head: fz.partition(head, fz.rows(slice(0, -16), axis=1)), head)
+
+    def grads(trainable, rest, x):
+        return jax.grad(fz.restrict(lambda head, x: jnp.tanh(x @ head).astype(jnp.float32).sum(), rest))(trainable, x)
+
+    compiled = jax.jit(grads).lower(*on(tpu_sharding(), (trainable, rest, x))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < head.size * head.dtype.itemsize / 4
+
+
 class TestOffTheChip:
     """Frozen weights in the host's memory: a chip holds some layers at a time, and copies no stack."""
 
