@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from optax_freeze._program.regions import Region, Values, without_elements, zero_outside
 from optax_freeze._program.trace import Program, flatten
@@ -34,12 +33,9 @@ class LeafInRows(NamedTuple):
         return self.put_together(self.array, self.rows, jax.tree.leaves(self.selection))
 
     def put_together(self, array: Any, rows: Any, numbers: Sequence[Any]) -> jax.Array:
-        """The leaf, put together from these arrays: one run of rows by operations that a TPU fuses into a product."""
+        """The leaf, put together from these arrays."""
         selection, array = self.with_numbers(numbers), to_device(array).astype(self.rows.dtype)
-        part = Part(rows, selection.part_index, array.shape)
-        if selection.run is None:
-            return selection.put(array, part)
-        return selection.choose(array, selection.spread(part, jnp.zeros((), rows.dtype), array))
+        return selection.fused_put(array, Part(rows, selection.part_index, array.shape))
 
     @property
     def is_read_whole(self) -> bool:

@@ -151,14 +151,26 @@ class _Numbered(Selection):
             return _host_rows.write(self.axis, self.run, full, values, None if self.run else self.indices(*array))
         return scatter(self.axis, self._numbered(full), self.indices(*array), values).reshape(full.shape)
 
+    def fused_put(self, full: Any, part: Part) -> jax.Array:
+        """:meth:`put` by operations that a compiler for TPU fuses into a product, if the rows are one run."""
+        if self.run is None:
+            return self.put(full, part)
+        return self._traced_once("_fused_put", explicit_sharding(full), full, part.values)
+
+    def _fused_put(self, full: Any, values: Any) -> jax.Array:
+        return select(self.frozen(full.ndim), full, self._padded(values, jnp.zeros((), full.dtype)))
+
+    def _padded(self, values: Any, fill: Any) -> jax.Array:
+        start, stop = self.run
+        edges = [(start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(values.ndim)]
+        return jax.lax.pad(values, fill, edges)
+
     def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
         shape: Any = part.shape
 
         def spread(values: Any, *array: Any) -> jax.Array:
             if self.run is not None:
-                start, stop = self.run
-                edges = [(start, self.size - stop, 0) if axis == self.axis else (0, 0, 0) for axis in range(len(shape))]
-                return jax.lax.pad(values, fill, edges)
+                return self._padded(values, fill)
             full = self._numbered(jnp.full(shape, fill))
             return scatter(self.axis, full, self.indices(*array), values).reshape(shape)
 

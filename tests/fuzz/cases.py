@@ -47,6 +47,14 @@ def no_rows_beside_rows(p, x):
     return total(jnp.sum(part[0:0]) + part)
 
 
+def carry_read_in_a_branch(p, x):
+    def step(carry, row):
+        out = lax.cond(row.sum() < 9, lambda: row, lambda: row * carry.max())
+        return jnp.full(carry.shape, out.mean()), out
+
+    return lax.scan(step, p["a"], p["a"])[1].sum()
+
+
 def loop_without_results(p, x):
     lax.scan(lambda c, r: (None, None), None, p["a"])
     return total(p["b"] @ p["b"] * jnp.sum(p["a"]))
@@ -138,6 +146,9 @@ CASES = {
         loop_over_no_rows, {"a": ((3, 4, 4), "float32")}, lambda: {"a": ~fz.rows([0])}, way="from the host"
     ),
     "no rows beside rows": Case(no_rows_beside_rows, SMALL, lambda: {"a": fz.rows(slice(4, None))}, way="precompute"),
+    "a carry that a branch reads": Case(
+        carry_read_in_a_branch, {"a": ((5, 3, 3), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((0, 4),), way="restrict"
+    ),
     "a loop without results": Case(
         loop_without_results,
         {**SMALL, "b": ((6, 6), "float32")},
