@@ -5,7 +5,8 @@ NaN remains in the sums and products of the operations below, which otherwise on
 comes from constants alone. The results of other operations are not known.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ def constant_zeros(program: Program, numbers: Sequence[int]) -> dict[int, np.nda
 
 def _evaluate(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """The outputs, with NaN where they depend on NaN in the inputs; None if nothing is known."""
-    unknown = [i for i, x in enumerate(inputs) if x is None or (is_inexact(x) and bool(jnp.isnan(x).any()))]
+    unknown = [i for i, x in enumerate(inputs) if x is None or (is_inexact(x) and np.isnan(x).any())]
     depends, wanted, found = dependent(program, unknown), {n for n in outputs if isinstance(n, int)}, []
     for eqn in reversed(program.eqns):
         is_constant = depends.isdisjoint(eqn.outputs)
@@ -44,12 +45,32 @@ def _evaluate(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -
             found.append((eqn, is_constant))
             wanted |= eqn.reads
     env = {**program.consts, **dict(enumerate(inputs))}
-    for eqn, is_constant in found[::-1]:
-        operands = [env.get(x) if isinstance(x, int) else x.val for x in eqn.inputs]
-        evaluated = _scan if eqn.primitive.name == "scan" and not is_constant else _with_nan
-        outs = evaluated(eqn, operands)
-        env |= {n: x for n, x in zip(eqn.outputs, outs, strict=True) if is_constant or is_inexact(program.avals[n])}
+    for is_loop, group in itertools.groupby(found[::-1], lambda each: each[0].primitive.name == "scan" and not each[1]):
+        if is_loop:
+            for eqn, _ in group:
+                outs = _scan(eqn, [env.get(x) if isinstance(x, int) else x.val for x in eqn.inputs])
+                env |= {n: x for n, x in zip(eqn.outputs, outs, strict=True) if is_inexact(program.avals[n])}
+        else:
+            env |= _together(program, [*group], env)
     return [env.get(n) if isinstance(n, int) else n.val for n in outputs]
+
+
+def _together(program: Program, eqns: Sequence[tuple[Equation, bool]], known: Mapping[int, Any]) -> dict[int, Any]:
+    """The results of operations, compiled together."""
+    read = {n for eqn, _ in eqns for n in eqn.reads}
+    given = {n: x for n, x in known.items() if n in read and x is not None}
+
+    @jax.jit
+    def run(given: dict[int, Any]) -> dict[int, Any]:
+        env, new = dict(given), {}
+        for eqn, is_constant in eqns:
+            outs = _with_nan(eqn, [env.get(x) if isinstance(x, int) else x.val for x in eqn.inputs])
+            pairs = zip(eqn.outputs, outs, strict=True)
+            new |= {n: x for n, x in pairs if x is not None and (is_constant or is_inexact(program.avals[n]))}
+            env |= new
+        return new
+
+    return {n: x if _is_key(x) else np.asarray(x) for n, x in run(given).items()}
 
 
 def _with_nan(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
@@ -77,18 +98,22 @@ def _scan(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
     else:
         return [None] * len(eqn.outputs)
     ys = zip(outs[carried:], eqn.avals_out[carried:], strict=True)
-    return [*carry, *(None if y is None else jnp.broadcast_to(y, aval.shape) for y, aval in ys)]
+    return [*carry, *(None if y is None else np.broadcast_to(y, aval.shape) for y, aval in ys)]
 
 
 def _same(arrays: Sequence[Any]) -> Any:
     """The elements that all of some arrays have, NaN elsewhere; None if nothing is known."""
-    if any(x is None or jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.extended) for x in arrays):
+    if any(x is None or _is_key(x) for x in arrays):
         return None
-    stacked = jnp.stack(arrays)
+    stacked = np.stack(arrays)
     same = (stacked == stacked[0]).all(0)
     if is_inexact(stacked):
-        return jnp.where(same, stacked[0], jnp.nan).astype(stacked.dtype)
+        return np.where(same, stacked[0], np.nan).astype(stacked.dtype)
     return stacked[0] if bool(same.all()) else None
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -201,13 +201,18 @@ def _words(value: Any) -> tuple[jax.Array, ...]:
 def _mix(word: Any, first: Any, second: Any) -> tuple[Any, ...]:
     """Two bijections of a 32-bit word, in which every input bit affects every output bit, each with its square.
 
-    The first is Wellons' lowbias32 of ``word + first``, the second another round of it after ``second`` is added. The
-    position is part of both, so equal words at different positions differ in one of them at least.
+    The second is another round of the first after ``second`` is added. The position is part of both, so equal words at
+    different positions differ in one of them at least.
     """
-    x = _xor_shift(word + first, 16) * np.uint32(0x7FEB352D)
-    x = _xor_shift(_xor_shift(x, 15) * np.uint32(0x846CA68B), 16)
+    x = scrambled(word + first)
     y = _xor_shift(_xor_shift(x + second, 15) * np.uint32(0x2C1B3C6D), 16)
     return x, x * x, y, y * y
+
+
+def scrambled(word: Any) -> Any:
+    """A bijection of 32-bit words, in which every input bit affects every output bit: Wellons' lowbias32."""
+    x = _xor_shift(word, 16) * np.uint32(0x7FEB352D)
+    return _xor_shift(_xor_shift(x, 15) * np.uint32(0x846CA68B), 16)
 
 
 def _xor_shift(x: Any, by: int) -> Any:
