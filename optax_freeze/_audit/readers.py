@@ -7,7 +7,7 @@ costs what reads them together: a norm of norms, and the updates of the paramete
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,22 +41,28 @@ class Readers:
         found = reached(program, {n: 2 << k for k, n in enumerate(elements)})
         after = [eqn for eqn in live(program.eqns, results, elements) if not found.keys().isdisjoint(eqn.outputs)]
         of_mark = {2 << k: n for k, n in enumerate(elements)}
-        self._alone: dict[int, list[Equation]] = {n: [] for n in elements}
+        alone: dict[int, list[Equation]] = {n: [] for n in elements}
         together: list[Equation] = []
         for eqn in after:
             mark = functools.reduce(operator.or_, (found.get(n, 0) for n in eqn.outputs))
             is_alone = mark in of_mark and not eqn.has_effects and within is None
-            (self._alone[of_mark[mark]] if is_alone else together).append(eqn)
-        owner = {m: n for n, eqns in self._alone.items() for m in (n, *(m for eqn in eqns for m in eqn.outputs))}
+            (alone[of_mark[mark]] if is_alone else together).append(eqn)
+        owner = {m: n for n, eqns in alone.items() for m in (n, *(m for eqn in eqns for m in eqn.outputs))}
         places: dict[int | None, list[int]] = {n: [] for n in (None, *elements)}
         for place, m in enumerate(results):
             places[owner.get(m)].append(place)
         self._places = {n: np.asarray(each, int) for n, each in places.items()}
         wanted = [results[place] for place in self._places[None]]
-        together = _cheap_before(program, together, owner) + together
+        cheap = _cheap(program, owner)
+        together = _cheap_before(program, together, cheap) + together
         self._read = _read_by(program, together, elements)
-        self._kept = {*owner} & ({*results} | self._read)
-        passed = _read_by(program, [eqn for eqns in self._alone.values() for eqn in eqns], elements) | self._read
+        kept = {*owner} & ({*results} | self._read)
+        chains: dict[Any, Callable[..., Any]] = {}
+        self._chains = {
+            n: _chain(_cheap_before(program, eqns, cheap) + eqns, kept - {n}, chains) for n, eqns in alone.items()
+        }
+        self._kept = kept & {*elements}
+        passed = {m for chain in self._chains.values() for m in chain.inputs}.union(self._read) - {*program.consts}
         given = sorted((passed - {m for eqn in after for m in eqn.outputs}) | {*elements})
         self._inputs = [m for m in given if m < program.num_inputs]  # as outputs they would be copies
         computed = given[len(self._inputs) :]
@@ -81,7 +87,7 @@ class Readers:
         """
         given = self._before(inputs) | {m: inputs[m] for m in self._inputs}
         common: dict[int, Any] = {m: x for m, x in given.items() if m in self._read}
-        for n in self._alone:
+        for n in self._chains:
             common |= self._read_of(self._of_one(n, given, given[n]))
         expected, frozen = self._together(common), [self._frozen[place] for place in self._places[None]]
 
@@ -115,9 +121,40 @@ class Readers:
 
     def _of_one(self, n: int, given: Mapping[int, Any], value: Any) -> dict[int, Any]:
         """What reads one value alone, as far as other operations or results need it."""
-        env = {**self._program.consts, **given, n: value}
-        evaluate(self._alone[n], env, keep=self._elements)
-        return {m: env[m] for m in (n, *(m for eqn in self._alone[n] for m in eqn.outputs)) if m in self._kept}
+        chain, consts = self._chains[n], self._program.consts
+        operands = [value if m == n else given[m] if m in given else consts[m] for m in chain.inputs]
+        found = dict(zip(chain.kept, chain.run(*operands), strict=True)) if chain.kept else {}
+        return found | {n: value} if n in self._kept else found
+
+
+class _Chain(NamedTuple):
+    """Some operations as a function: the values that they read, and those of their results that are needed."""
+
+    inputs: list[int]
+    kept: list[int]
+    run: Callable[..., Any]
+
+
+def _chain(eqns: Sequence[Equation], kept: Collection[int], known: dict[Any, Callable[..., Any]]) -> _Chain:
+    """Some operations as a compiled function, the same as of those that are ``known`` and like it."""
+    own = [m for eqn in eqns for m in eqn.outputs]
+    inputs = [*dict.fromkeys(m for eqn in eqns for m in eqn.inputs if isinstance(m, int) and m not in {*own})]
+    kept = [m for m in own if m in kept]
+    names = {m: k for k, m in enumerate((*inputs, *own))}
+
+    def run(*arrays: Any) -> list[Any]:
+        env = dict(zip(inputs, arrays, strict=True))
+        evaluate(eqns, env)
+        return [env[m] for m in kept]
+
+    def named(x: Any) -> Any:
+        return names[x] if isinstance(x, int) else (str(x.aval), np.asarray(x.val).tobytes())
+
+    lines = [(eqn.primitive, *eqn.params.items(), eqn.source.settings, *map(named, eqn.inputs)) for eqn in eqns]
+    try:
+        return _Chain(inputs, kept, known.setdefault((*lines, *map(named, kept)), jax.jit(run)))
+    except TypeError:  # params without a hash
+        return _Chain(inputs, kept, jax.jit(run))
 
 
 def _read_by(program: Program, eqns: Sequence[Equation], given: Collection[int]) -> set[int]:
@@ -126,14 +163,25 @@ def _read_by(program: Program, eqns: Sequence[Equation], given: Collection[int])
     return {m for eqn in eqns for m in eqn.reads} - own - {*program.consts}
 
 
-def _cheap_before(program: Program, eqns: Sequence[Equation], apart: Collection[int]) -> list[Equation]:
-    """The cheap operations on inputs alone that others read: computed with these, their results are not stored."""
-    found, known = [], {*range(program.num_inputs), *program.consts} - {*apart}
-    for eqn in program.eqns:
-        if is_cheap(eqn) and not eqn.has_effects and eqn.reads <= known:
-            found.append(eqn)
-            known.update(eqn.outputs)
-    return live(found, _read_by(program, eqns, apart), apart)
+def _cheap(program: Program, apart: Collection[int]) -> dict[int, int]:
+    """The results of cheap operations on inputs alone, which need not be stored, and the places of the operations."""
+    found: dict[int, int] = {}
+    for place, eqn in enumerate(program.eqns):
+        is_known = all(m in found or m < program.num_inputs or m in program.consts for m in eqn.reads)
+        if is_known and eqn.reads.isdisjoint(apart) and is_cheap(eqn) and not eqn.has_effects:
+            found |= dict.fromkeys(eqn.outputs, place)
+    return found
+
+
+def _cheap_before(program: Program, eqns: Sequence[Equation], cheap: Mapping[int, int]) -> list[Equation]:
+    """The cheap operations that others need."""
+    left, needed = {m for eqn in eqns for m in eqn.reads}, set[int]()
+    while left:
+        place = cheap.get(left.pop())
+        if place is not None and place not in needed:
+            needed.add(place)
+            left |= program.eqns[place].reads
+    return [program.eqns[place] for place in sorted(needed)]
 
 
 @jax.jit
