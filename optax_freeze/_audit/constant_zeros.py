@@ -13,15 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._audit.evaluation import live
 from optax_freeze._jax_internals import Loop, inside
 from optax_freeze._program.dependence import dependent
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
 
+_PLACES = frozenset(
+    "concatenate dynamic_update_slice gather optimization_barrier pad scan scatter scatter-add select_n".split()  # noqa: SIM905
+)
+"""Operations of which some numbers may be known though others are not."""
 _KEEPS_NAN = frozenset(
     """
-    add add_any broadcast_in_dim concatenate convert_element_type copy copy_p div dynamic_slice dynamic_update_slice
-    gather mul neg optimization_barrier pad reduce_sum reshape rev scatter scatter-add select_n sharding_constraint
-    slice squeeze sub transpose
+    add add_any broadcast_in_dim convert_element_type copy copy_p div dynamic_slice mul neg reduce_sum reshape rev
+    sharding_constraint slice squeeze sub transpose
     """.split()  # noqa: SIM905
 )
 _ROUNDS = 4
@@ -38,20 +42,22 @@ def constant_zeros(program: Program, numbers: Sequence[int]) -> dict[int, np.nda
 def _evaluate(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """The outputs, with NaN where they depend on NaN in the inputs; None if nothing is known."""
     unknown = [i for i, x in enumerate(inputs) if x is None or (is_inexact(x) and np.isnan(x).any())]
-    depends, wanted, found = dependent(program, unknown), {n for n in outputs if isinstance(n, int)}, []
-    for eqn in reversed(program.eqns):
-        is_constant = depends.isdisjoint(eqn.outputs)
-        if not wanted.isdisjoint(eqn.outputs) and (is_constant or eqn.primitive.name in _KEEPS_NAN | {"scan"}):
-            found.append((eqn, is_constant))
-            wanted |= eqn.reads
-    env = {**program.consts, **dict(enumerate(inputs))}
-    for is_loop, group in itertools.groupby(found[::-1], lambda each: each[0].primitive.name == "scan" and not each[1]):
-        if is_loop:
-            for eqn, _ in group:
+    depends = dependent(program, unknown)
+    env = {**program.consts, **{i: x for i, x in enumerate(inputs) if x is not None}}
+    known, found = {*env}, []
+    for eqn in program.eqns:
+        is_move = eqn.primitive.name in _PLACES or (eqn.primitive.name in _KEEPS_NAN and eqn.reads <= known)
+        if is_move or depends.isdisjoint(eqn.outputs):
+            found.append(eqn)
+            known.update(eqn.outputs)
+    is_loop = lambda eqn: eqn.primitive.name == "scan" and not depends.isdisjoint(eqn.outputs)  # noqa: E731
+    for of_loops, group in itertools.groupby(live(found, outputs), is_loop):
+        if of_loops:
+            for eqn in group:
                 outs = _scan(eqn, [env.get(x) if isinstance(x, int) else x.val for x in eqn.inputs])
                 env |= {n: x for n, x in zip(eqn.outputs, outs, strict=True) if is_inexact(program.avals[n])}
         else:
-            env |= _together(program, [*group], env)
+            env |= _together(program, [(eqn, depends.isdisjoint(eqn.outputs)) for eqn in group], env)
     return [env.get(n) if isinstance(n, int) else n.val for n in outputs]
 
 
