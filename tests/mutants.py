@@ -348,7 +348,7 @@ _BY_FILE = {
     ],
     ("_audit/constant_zeros.py", "tests/audit/test_programs.py"): [
         ("np.where(same, stacked[0], np.nan)", "stacked[0]", ""),
-        ("if is_loop:", "if False:", ""),
+        ("if of_loops:", "if False:", ""),
     ],
     ("_audit/runs.py", "tests/audit/test_audit_step.py"): [
         ("rtol=0.1, atol=epsilon", "rtol=0.1, atol=0", "-k 'one and bit'"),
