@@ -144,9 +144,8 @@ class Owners:
         here, near = [], []
         try:
             for seed in range(3):
-                point = self._point(seed)
-                here.append(jax.device_get(compute(point)))
-                near.append(jax.device_get(compute(_rounded(point, self._epsilon, seed))))
+                here.append(jax.device_get(compute(self._point(seed))))
+                near.append(jax.device_get(compute(self._point(seed, self._epsilon))))
         except Exception:  # an operation without a derivative, which no backward pass starts from
             return {}
         found: dict[int, set[int]] = {}
@@ -163,10 +162,14 @@ class Owners:
                 self.scalars[n] = scalar.number
         return found
 
-    def _point(self, seed: int) -> list[Any]:
-        """The inputs, with other parameters of the same order unless the seed is 0."""
-
-        return [_perturbed(x, (seed << 16) + n) if seed and n in self._leaves else x for n, x in enumerate(self._given)]
+    def _point(self, seed: int, epsilon: float = 0.0) -> list[Any]:
+        """The inputs, with other parameters of the same order unless the seed is 0, rounded by ``epsilon``."""
+        found = []
+        for n, x in enumerate(self._given):
+            far = 0.1 if seed and n in self._leaves else 0.0
+            is_same = not is_inexact(x) or far == epsilon == 0
+            found.append(x if is_same else _shaken(x, (seed << 16) + n, far, epsilon))
+        return found
 
     def _sketches(self, scalar: _Scalar, inputs: Sequence[int], values: Sequence[int], given: Sequence[Any]) -> Any:
         """A few numbers of each value and of the derivative with respect to each input, summed or for each example."""
@@ -259,23 +262,15 @@ def _is_one_factor(value: np.ndarray, slopes: np.ndarray, rounded: np.ndarray, e
         return (is_alike | is_none).all(-1) & known & (high - low <= 2 * most * np.maximum(abs(low), abs(high)))
 
 
-def _rounded(point: Sequence[Any], epsilon: float, seed: int) -> list[Any]:
-    """The inputs with their floating-point numbers rounded up or down."""
-    return [_shaken(x, epsilon, (seed << 16) + n) if is_inexact(x) else x for n, x in enumerate(point)]
-
-
 @jax.jit
-def _shaken(value: Any, epsilon: Any, seed: Any) -> Any:
-    return (value * (1 + epsilon * jnp.sign(_uniform(value.shape, seed)))).astype(value.dtype)
-
-
-@jax.jit
-def _perturbed(value: Any, seed: Any) -> Any:
-    noise = _uniform(value.shape, seed) / 10
-    return (value * (1 + noise) + noise / 4).astype(value.dtype)
+def _shaken(value: Any, seed: Any, far: Any, epsilon: Any) -> Any:
+    """Other values of the same order, as ``far`` says, and these rounded up or down."""
+    noise, sign = _uniform(value.shape, seed), jnp.sign(_uniform(value.shape, ~seed))
+    other = (value * (1 + far * noise) + far * noise / 4).astype(value.dtype)
+    return (other * (1 + epsilon * sign)).astype(value.dtype)
 
 
 def _uniform(shape: tuple[int, ...], seed: Any) -> Any:
     """Numbers between -1 and 1, by operations that are compiled faster than a random generator."""
-    words = jax.lax.iota(np.uint32, math.prod(shape)) + scrambled(jnp.asarray(seed, np.uint32))
+    words = jax.lax.iota(np.uint32, math.prod(shape)) + scrambled(jnp.asarray(seed).astype(np.uint32))
     return (scrambled(words) >> 8).astype(np.float32).reshape(shape) / 2**23 - 1

@@ -46,10 +46,9 @@ class Gradient(NamedTuple):
 
 def changed(value: Any, change: Any) -> Any:
     """Another value of a gradient; ``change`` is a place in ``CHANGES``."""
-    huge = jnp.full_like(value, min(1e15, float(jnp.finfo(value.dtype).max) / 4))
-    half = jnp.where(jnp.arange(value.size).reshape(value.shape) % 2 == 0, huge, value)
-    nan, inf = (jnp.full_like(value, x) for x in (np.nan, np.inf))
-    return jax.lax.select_n(change, -value, huge, nan, inf, half)
+    huge = min(1e15, float(jnp.finfo(value.dtype).max) / 4)
+    new = jnp.where(change == 0, -value, jnp.array([0, huge, np.nan, np.inf, huge], value.dtype)[change])
+    return jnp.where((change == 4) & (jnp.arange(value.size) % 2 == 1).reshape(value.shape), value, new)
 
 
 @jax.jit

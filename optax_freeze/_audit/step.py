@@ -270,10 +270,14 @@ def other_values(step: Step) -> dict[int, Any]:
     def other(i: int, given: Any) -> Any:
         value = to_device(given)
         noise = np.random.default_rng(i).uniform(0.05, 0.1, np.shape(value)).astype(np.float32)
-        moved = (jnp.asarray(value) * 1.25 + noise).astype(value.dtype)
-        return to_memory_of(given, copy_like(step.plan.selections[i].choose(moved, value), value))
+        return to_memory_of(given, copy_like(step.plan.selections[i].choose(_moved(value, noise), value), value))
 
     return {step.params[i]: other(i, step.start[step.params[i]]) for i in step.frozen}
+
+
+@jax.jit
+def _moved(value: Any, noise: Any) -> Any:
+    return (jnp.asarray(value) * 1.25 + noise).astype(value.dtype)
 
 
 def other_batch(batch: Any) -> Any:
@@ -282,10 +286,14 @@ def other_batch(batch: Any) -> Any:
     def other(leaf: Any) -> Any:
         if not is_array(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or not np.ndim(leaf):
             return leaf
-        back = leaf[::-1]
-        return (0.75 * leaf + 0.5 * back).astype(leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.inexact) else back
+        return _mixed(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[::-1]
 
     return jax.tree.map(other, batch)
+
+
+@jax.jit
+def _mixed(leaf: Any) -> Any:
+    return (0.75 * leaf + 0.5 * leaf[::-1]).astype(leaf.dtype)
 
 
 class _Int(int):
