@@ -16,11 +16,11 @@ import jax
 import jax.core
 import jax.extend.core
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, primitives
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
 from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
-__all__ = ["ClosedJaxpr", "Jaxpr", "Literal", "SymbolicZero", "jaxpr_as_fun"]
+__all__ = ["ClosedJaxpr", "Jaxpr", "Literal", "SymbolicZero"]
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))  # the source of an operation is the user's line

@@ -13,8 +13,8 @@ from optax_freeze._jax_internals import (
     Branches,
     ClosedJaxpr,
     Loop,
+    evaluate_program,
     inside,
-    jaxpr_as_fun,
     params_of,
     programs_in,
     without_unused,
@@ -105,8 +105,8 @@ def _with(eqn: Equation, again: Mapping[int, _Again]) -> Equation:
         def computing(*given: Any) -> list[Any]:
             found = dict(zip(operands, given, strict=True))
             for p, each in again.items():
-                [found[p]] = jaxpr_as_fun(each.programs[n])(*(found[p, i] for i in each.reads[n]))
-            return jaxpr_as_fun(bodies[n])(*(found[p] for p in own))
+                [found[p]] = evaluate_program(each.programs[n], *(found[p, i] for i in each.reads[n]))
+            return evaluate_program(bodies[n], *(found[p] for p in own))
 
         return jax.make_jaxpr(computing)(*(of_step for *_, of_step in operands.values()))
 
