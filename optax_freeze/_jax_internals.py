@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.core
 import jax.extend.core
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
 from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
@@ -228,7 +229,8 @@ def _function_of(eqn: Any) -> Callable[..., Any]:
     """An operation as a function of its operands, the same for all that are like it."""
     params, alone = eqn.params, functools.partial(bind, eqn)
     is_of_jax = PRIMITIVES.get(eqn.primitive.name) is eqn.primitive
-    if not is_of_jax or eqn.effects or inside(eqn) or any(isinstance(x, float) for x in params.values()):  # 0 is -0
+    has_floats = any(isinstance(x, float | complex | np.generic) for x in params.values())  # 0.0 equals -0.0
+    if not is_of_jax or eqn.effects or inside(eqn) or has_floats:
         return alone
     try:
         return _jitted(eqn.primitive, tuple(params), *params.values())

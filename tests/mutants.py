@@ -343,7 +343,14 @@ _BY_FILE = {
     ],
     ("_audit/readers.py", "tests/audit/test_audit_step.py"): [
         ("found | {n: value} if n in self._kept else found", "found", "tests/audit/test_programs.py"),
-        ("(*lines, *map(named, kept))", "(*lines,)", "tests/audit/test_programs.py"),
+        ("*lines, *map(named, kept))", "*lines)", "tests/audit/test_programs.py"),
+        ("evaluate(eqns, env, keep=apart)", "evaluate(eqns, env)", "tests/audit/test_steps.py -k one_is_frozen"),
+        (
+            "for eqn in eqns for m in eqn.outputs if m not in apart]",
+            "for eqn in eqns for m in eqn.outputs]",
+            "tests/audit/test_steps.py -k one_is_frozen",
+        ),
+        ("for m in eqn.outputs if m in found}", "for m in eqn.outputs}", "tests/audit/test_steps.py -k beside"),
         ("common | {m: x for parts, _ in each for m, x in parts.items()}", "common", "-k 'clip and outside'"),
     ],
     ("_audit/constant_zeros.py", "tests/audit/test_programs.py"): [

@@ -6,7 +6,7 @@ comes from constants alone. The results of other operations are not known.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,30 +51,35 @@ def _evaluate(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -
             found.append(eqn)
             known.update(eqn.outputs)
     is_loop = lambda eqn: eqn.primitive.name == "scan" and not depends.isdisjoint(eqn.outputs)  # noqa: E731
-    for of_loops, group in itertools.groupby(live(found, outputs), is_loop):
+    groups = [(of_loops, [*group]) for of_loops, group in itertools.groupby(live(found, outputs), is_loop)]
+    for place, (of_loops, group) in enumerate(groups):
         if of_loops:
             for eqn in group:
-                outs = _scan(eqn, [env.get(x) if isinstance(x, int) else x.val for x in eqn.inputs])
+                outs = _scan(
+                    eqn, [env.get(x) if isinstance(x, int) else np.asarray(x.val, x.aval.dtype) for x in eqn.inputs]
+                )
                 env |= {n: x for n, x in zip(eqn.outputs, outs, strict=True) if is_inexact(program.avals[n])}
         else:
-            env |= _together(program, [(eqn, depends.isdisjoint(eqn.outputs)) for eqn in group], env)
-    return [env.get(n) if isinstance(n, int) else n.val for n in outputs]
+            later = {n for _, eqns in groups[place + 1 :] for eqn in eqns for n in eqn.reads}.union(outputs)
+            env |= _together(program, [(eqn, depends.isdisjoint(eqn.outputs)) for eqn in group], env, later)
+    return [env.get(n) if isinstance(n, int) else np.asarray(n.val, n.aval.dtype) for n in outputs]
 
 
-def _together(program: Program, eqns: Sequence[tuple[Equation, bool]], known: Mapping[int, Any]) -> dict[int, Any]:
-    """The results of operations, compiled together."""
+def _together(
+    program: Program, eqns: Sequence[tuple[Equation, bool]], known: Mapping[int, Any], wanted: Collection[Any]
+) -> dict[int, Any]:
+    """The wanted results of operations, compiled together."""
     read = {n for eqn, _ in eqns for n in eqn.reads}
     given = {n: x for n, x in known.items() if n in read and x is not None}
 
     @jax.jit
     def run(given: dict[int, Any]) -> dict[int, Any]:
-        env, new = dict(given), {}
+        env = dict(given)
         for eqn, is_constant in eqns:
             outs = _with_nan(eqn, [env.get(x) if isinstance(x, int) else x.val for x in eqn.inputs])
             pairs = zip(eqn.outputs, outs, strict=True)
-            new |= {n: x for n, x in pairs if x is not None and (is_constant or is_inexact(program.avals[n]))}
-            env |= new
-        return new
+            env |= {n: x for n, x in pairs if x is not None and (is_constant or is_inexact(program.avals[n]))}
+        return {n: env[n] for eqn, _ in eqns for n in eqn.outputs if n in env and n in wanted}
 
     return {n: x if _is_key(x) else np.asarray(x) for n, x in run(given).items()}
 

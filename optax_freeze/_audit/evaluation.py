@@ -66,9 +66,14 @@ class Needed:
         return found
 
 
+def array_of(literal: Any) -> Any:
+    """The value of a literal; JAX does not differentiate a loop that begins with a Python bool."""
+    return np.asarray(literal.val) if isinstance(literal.val, bool) else literal.val
+
+
 def evaluate(eqns: Iterable[Equation], env: dict[int, Any], keep: Collection[int] = ()) -> None:
     """Computes the results of operations, in order, except for those to keep."""
     for eqn in eqns:
         with eqn.source.scope():
-            outs = eqn.bind_all(*(env[x] if isinstance(x, int) else x.val for x in eqn.inputs))
+            outs = eqn.bind_all(*(env[x] if isinstance(x, int) else array_of(x) for x in eqn.inputs))
         env.update((n, out) for n, out in zip(eqn.outputs, outs, strict=True) if n not in keep)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._audit.backward import contains_backward, is_around_backward
-from optax_freeze._audit.evaluation import Within, compiled, evaluate, live
+from optax_freeze._audit.evaluation import Within, array_of, compiled, evaluate, live
 from optax_freeze._jax_internals import Loop, inside, is_backward
 from optax_freeze._program.dependence import dependent
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
@@ -30,6 +30,9 @@ _ROUNDINGS = 4
 """How many times what one rounding of the inputs changes, two programs of one gradient may differ."""
 _UNDECIDED = 0.25
 """A point where rounding may change more than this of a derivative tells nothing about it."""
+
+
+_NO_DERIVATIVE = (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
 
 
 class _Scalar(NamedTuple):
@@ -146,7 +149,7 @@ class Owners:
             for seed in range(3):
                 here.append(jax.device_get(compute(self._point(seed))))
                 near.append(jax.device_get(compute(self._point(seed, self._epsilon))))
-        except Exception:  # an operation without a derivative, which no backward pass starts from
+        except _NO_DERIVATIVE:  # of an operation that no backward pass starts from
             return {}
         found: dict[int, set[int]] = {}
         for each, n in (key[1:] for key in here[0] if key[0] == "value"):
@@ -182,7 +185,8 @@ class Owners:
             wanted = [scalar.number]
             for eqn in live(program.eqns, wanted):
                 if scalar.inner is not None and eqn is program.eqns[scalar.place]:
-                    return _lifted(eqn, [env[x] if isinstance(x, int) else x.val for x in eqn.inputs], scalar.inner)
+                    operands = [env[x] if isinstance(x, int) else array_of(x) for x in eqn.inputs]
+                    return _lifted(eqn, operands, scalar.inner)
                 _evaluate_forward(eqn, env)
             return env[scalar.number]
 
@@ -235,7 +239,7 @@ def _lifted(eqn: Equation, operands: Sequence[Any], number: int) -> Any:
 
 def _sketch(value: Any, weights: Any) -> Any:
     """A few weighted sums of the numbers of an array."""
-    rows = jnp.pad(jnp.ravel(value) * weights, (0, -value.size % _SUMS))
+    rows = jnp.pad(jnp.ravel(_wide(value)) * weights, (0, -value.size % _SUMS))
     sums = rows.reshape(-1, _SUMS).sum(0)
     return jnp.concatenate([sums.real, sums.imag]) if jnp.iscomplexobj(sums) else sums
 
@@ -266,8 +270,13 @@ def _is_one_factor(value: np.ndarray, slopes: np.ndarray, rounded: np.ndarray, e
 def _shaken(value: Any, seed: Any, far: Any, epsilon: Any) -> Any:
     """Other values of the same order, as ``far`` says, and these rounded up or down."""
     noise, sign = _uniform(value.shape, seed), jnp.sign(_uniform(value.shape, ~seed))
-    other = (value * (1 + far * noise) + far * noise / 4).astype(value.dtype)
-    return (other * (1 + epsilon * sign)).astype(value.dtype)
+    other = (_wide(value) * (1 + far * noise) + far * noise / 4).astype(value.dtype)
+    return (_wide(other) * (1 + epsilon * sign)).astype(value.dtype)
+
+
+def _wide(value: Any) -> Any:
+    """Numbers of at least 32 bits: those of 8 have no products."""
+    return value.astype(np.float32) if jnp.finfo(value.dtype).bits < 32 else value
 
 
 def _uniform(shape: tuple[int, ...], seed: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from optax_freeze._audit.backward import is_around_backward, values_of_backward
-from optax_freeze._audit.evaluation import Within, compiled, evaluate, first_shard, live, on_each_device
+from optax_freeze._audit.evaluation import Within, array_of, compiled, evaluate, first_shard, live, on_each_device
 from optax_freeze._audit.gradient_owners import Owners
 from optax_freeze._audit.reactions import CHANGES
 from optax_freeze._audit.readers import Readers
@@ -90,7 +90,7 @@ def inner_gradients(
     computed = _computed_from(program, frozen) if eqns else {}
     results = {n for eqn in needed for n in eqn.reads} | {*wanted}
     for eqn in eqns:
-        operands = None if env is None else [env[x] if isinstance(x, int) else x.val for x in eqn.inputs]
+        operands = None if env is None else [env[x] if isinstance(x, int) else array_of(x) for x in eqn.inputs]
         found: list[tuple[int, list[set[int]]]] = []
         unknown, scalars, contents = False, {}, inside(eqn)
         on_shards = on_each_device(contents) if isinstance(contents, Mapped) and within is None else None

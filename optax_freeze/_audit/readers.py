@@ -59,11 +59,11 @@ class Readers:
         kept = {*owner} & ({*results} | self._read)
         chains: dict[Any, Callable[..., Any]] = {}
         self._chains = {
-            n: _chain(_cheap_before(program, eqns, cheap) + eqns, kept - {n}, chains) for n, eqns in alone.items()
+            n: _chain(_cheap_before(program, eqns, cheap) + eqns, elements, kept, chains) for n, eqns in alone.items()
         }
         self._kept = kept & {*elements}
         passed = {m for chain in self._chains.values() for m in chain.inputs}.union(self._read) - {*program.consts}
-        given = sorted((passed - {m for eqn in after for m in eqn.outputs}) | {*elements})
+        given = sorted((passed - {m for eqn in after for m in eqn.outputs if m in found}) | {*elements})
         self._inputs = [m for m in given if m < program.num_inputs]  # as outputs they would be copies
         computed = given[len(self._inputs) :]
         first = live(program.eqns, computed)
@@ -135,24 +135,32 @@ class _Chain(NamedTuple):
     run: Callable[..., Any]
 
 
-def _chain(eqns: Sequence[Equation], kept: Collection[int], known: dict[Any, Callable[..., Any]]) -> _Chain:
-    """Some operations as a compiled function, the same as of those that are ``known`` and like it."""
-    own = [m for eqn in eqns for m in eqn.outputs]
+def _chain(
+    eqns: Sequence[Equation], apart: Collection[int], kept: Collection[int], known: dict[Any, Callable[..., Any]]
+) -> _Chain:
+    """Some operations as a compiled function, the same as of those that are ``known`` and like it.
+
+    Results of them that are ``apart`` are given.
+    """
+    own = [m for eqn in eqns for m in eqn.outputs if m not in apart]
     inputs = [*dict.fromkeys(m for eqn in eqns for m in eqn.inputs if isinstance(m, int) and m not in {*own})]
     kept = [m for m in own if m in kept]
     names = {m: k for k, m in enumerate((*inputs, *own))}
 
     def run(*arrays: Any) -> list[Any]:
         env = dict(zip(inputs, arrays, strict=True))
-        evaluate(eqns, env)
+        evaluate(eqns, env, keep=apart)
         return [env[m] for m in kept]
 
     def named(x: Any) -> Any:
-        return names[x] if isinstance(x, int) else (str(x.aval), np.asarray(x.val).tobytes())
+        return names.get(x) if isinstance(x, int) else (str(x.aval), np.asarray(x.val).tobytes())
 
-    lines = [(eqn.primitive, *eqn.params.items(), eqn.source.settings, *map(named, eqn.inputs)) for eqn in eqns]
+    lines = [
+        (eqn.primitive, *eqn.params.items(), eqn.source.settings, *map(named, (*eqn.inputs, *eqn.outputs)))
+        for eqn in eqns
+    ]
     try:
-        return _Chain(inputs, kept, known.setdefault((*lines, *map(named, kept)), jax.jit(run)))
+        return _Chain(inputs, kept, known.setdefault((len(inputs), *lines, *map(named, kept)), jax.jit(run)))
     except TypeError:  # params without a hash
         return _Chain(inputs, kept, jax.jit(run))
 

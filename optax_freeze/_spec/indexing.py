@@ -41,7 +41,7 @@ def scatter(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
 
 def write(axis: int, full: Any, indices: Any, values: Any) -> jax.Array:
     """:func:`scatter` in place. On TPU without bitcasts: XLA would copy the array there, and keeps bits anyway."""
-    if is_concrete(full) or not _integer_of(full.dtype):
+    if is_concrete(full) or not integer_of(full.dtype):
         return scatter(axis, full, indices, values)
     return jax.lax.platform_dependent(full, indices, values, **_writers(axis))
 
@@ -96,7 +96,7 @@ def at(array: Any, axis: int, indices: Any) -> Any:
     return array.at[(slice(None),) * axis + (indices,)]
 
 
-def _integer_of(dtype: Any) -> Any:
+def integer_of(dtype: Any) -> Any:
     """The unsigned integer dtype as which a float of 8 or 16 bits is moved, or None."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
@@ -105,13 +105,13 @@ def _integer_of(dtype: Any) -> Any:
 
 def _keep_bits(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.Array:
     """``move(where, *arrays)`` for a function that only moves values."""
-    narrow = _integer_of(arrays[-1].dtype) and all(array.dtype == arrays[-1].dtype for array in arrays)
+    narrow = integer_of(arrays[-1].dtype) and all(array.dtype == arrays[-1].dtype for array in arrays)
     return _move_integers(move, where, *arrays) if narrow else move(where, *arrays)
 
 
 def move_bits(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.Array:
     """``move(where, *arrays)`` for a function that only moves values; on TPU, which keeps bits anyway, no bitcasts."""
-    if not _integer_of(arrays[-1].dtype):
+    if not integer_of(arrays[-1].dtype):
         return move(where, *arrays)
     return jax.lax.platform_dependent(
         where, *arrays, tpu=move, default=lambda where, *arrays: _keep_bits(move, where, *arrays)
@@ -121,7 +121,7 @@ def move_bits(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.A
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _move_integers(move: Callable[..., jax.Array], where: Any, *arrays: Any) -> jax.Array:
     dtype = arrays[-1].dtype
-    moved = move(where, *(jax.lax.bitcast_convert_type(array, _integer_of(dtype)) for array in arrays))
+    moved = move(where, *(jax.lax.bitcast_convert_type(array, integer_of(dtype)) for array in arrays))
     return jax.lax.bitcast_convert_type(moved, dtype)
 
 

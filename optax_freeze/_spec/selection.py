@@ -17,7 +17,7 @@ import optax
 from jax.core import Tracer
 
 from optax_freeze._spec import host_rows as _host_rows
-from optax_freeze._spec.indexing import at, cut, gather, numbers_where, scatter, select, write
+from optax_freeze._spec.indexing import at, cut, gather, integer_of, numbers_where, scatter, select, write
 from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import MASKED_NODE, Part, Rest
@@ -153,12 +153,20 @@ class _Numbered(Selection):
 
     def fused_put(self, full: Any, part: Part) -> jax.Array:
         """:meth:`put` by operations that a compiler for TPU fuses into a product, if the rows are one run."""
-        if self.run is None:
+        if self.run is None or jnp.issubdtype(full.dtype, jax.dtypes.extended):
             return self.put(full, part)
         return self._traced_once("_fused_put", explicit_sharding(full), full, part.values)
 
     def _fused_put(self, full: Any, values: Any) -> jax.Array:
-        return select(self.frozen(full.ndim), full, self._padded(values, jnp.zeros((), full.dtype)))
+        def put(full: Any, values: Any) -> jax.Array:
+            return jnp.where(self.frozen(full.ndim), full, self._padded(values, jnp.zeros((), full.dtype)))
+
+        # Only a TPU keeps the bits of narrow floats in a fusion.
+        return (
+            jax.lax.platform_dependent(full, values, tpu=put, default=self._put)
+            if integer_of(full.dtype)
+            else put(full, values)
+        )
 
     def _padded(self, values: Any, fill: Any) -> jax.Array:
         start, stop = self.run

@@ -43,6 +43,17 @@ def test_what_reads_one_value_alone_and_other_results_of_the_same_operations():
     assert counts([0, 1], of_nan)[0, :, 1].tolist() == [3, 3, 3]
 
 
+def test_operations_with_several_results_are_not_taken_for_each_other():
+    def function(x, y):
+        a, b = jnp.sin(x), jnp.sin(y)
+        return *jax.lax.split(a, (2, 2)), *jax.lax.split(y, (2, 2))[:1], b
+
+    arrays = jnp.arange(4.0), jnp.arange(4.0) + 1
+    program, everywhere, nowhere = program_of(function, *arrays), np.asarray(True), np.asarray(False)
+    counts = Readers(program, {0: everywhere, 1: everywhere}, program.outputs, [nowhere] * 4).counts(arrays)
+    assert counts([0, 1], [2])[0, :, 1].tolist() == [2, 2, 2, 4]
+
+
 def test_zeros_of_a_loop_that_collects_rows():
     """Also a comparison of NaN is False, but of other numbers it is not known."""
 

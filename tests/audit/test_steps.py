@@ -754,6 +754,58 @@ def test_each_leak_is_named(name):
     assert all("base" in leak.path for leak in report.leaks if leak.kind != "changed")
 
 
+@pytest.mark.parametrize("flag", [None, True, 1.0], ids=["alone", "bool", "float"])
+def test_a_loop_that_adds_up_gradients_of_which_one_is_frozen(flag):
+    """The loop is the only operation that computes the frozen one, and it computes others."""
+    params = {"base": PARAMS["base"]["kernel"], "head": jnp.ones(6)}
+    tx = clip(fz.freeze(optax.sgd(0.1), "base"))
+    of_one = lambda p, x: jnp.sum(jnp.tanh(x @ p["base"] + p["head"]) ** 2)  # noqa: E731
+
+    @jax.jit
+    def step(state, x):
+        def add(carry, row):
+            return (tree(jnp.add, carry[0], jax.grad(of_one)(state["params"], row)), flag), None
+
+        (grads, _), _ = jax.lax.scan(add, (tree(jnp.zeros_like, params), flag), x)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    state = {"params": params, "opt_state": tx.init(params)}
+    report = fz.audit_step(step, state, X, params="params", frozen="base")
+    found = [(leak.kind, leak.path) for leak in report.leaks]
+    assert found == [("changed", "head"), ("gradient", "base")], report
+
+
+def test_an_operation_that_reads_one_gradient_has_a_result_beside_it():
+    """What reads the other gradient reads that result."""
+
+    @jax.jit
+    def step(state, x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p["a"] + p["b"]) ** 2) + p["c"])(state["params"])
+        body = lambda carry, _: ((carry[0] / 2, carry[1] + x.sum()), None)  # noqa: E731
+        (half, others), _ = jax.lax.scan(body, (jnp.sum(grads["a"] ** 2), 1.0), None, length=3)
+        return {**state, "one": state["one"] + half, "two": state["two"] + jnp.sum(grads["b"] ** 2) * others}
+
+    params = {"a": PARAMS["base"]["kernel"], "b": jnp.ones(6), "c": jnp.float32(1)}
+    state = {"params": params, "one": jnp.float32(0), "two": jnp.float32(0)}
+    report = fz.audit_step(step, state, X, params="params", frozen=["a", "b"])
+    assert {(leak.kind, leak.path) for leak in report.leaks} == {("gradient", "a"), ("gradient", "b")}, report
+
+
+def test_a_base_of_8_bit_floats_beside_the_gradients():
+    @jax.jit
+    def step(state, x):
+        grads = jax.grad(lambda p: jnp.mean((x @ (p["base"] + state["q"].astype(jnp.float32)) @ p["head"]) ** 2))
+        updates, _ = tx.update(grads(state["params"]), state["opt_state"], state["params"])
+        return {**state, "params": fz.apply_updates(state["params"], updates, "base")}
+
+    tx = clip(optax.identity())
+    params = {"base": PARAMS["base"]["kernel"], "head": jnp.ones(6)}
+    state = {"params": params, "q": jnp.ones((6, 6), jnp.float8_e4m3fn), "opt_state": tx.init(params)}
+    report = fz.audit_step(step, state, X, params="params", frozen="base")
+    assert ("changed", "head") in [(leak.kind, leak.path) for leak in report.leaks], report
+
+
 def test_a_key_of_a_frozen_module():
     step, state = frozen_key()
     report = fz.audit_step(step, state, X, Y, params="params", frozen=["base", "key"])

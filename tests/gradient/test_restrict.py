@@ -234,3 +234,26 @@ def test_the_derivative_of_an_operation_is_traced_once(monkeypatch):
     trainable, rest = fz.partition({"w": jnp.ones((7, 5))}, fz.rules({"w": fz.rows([0, 1])}))
     jax.grad(fz.restrict(loss, rest))(trainable)
     assert 0 < len(asked) <= 4
+
+
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e5m2])
+def test_one_run_of_rows_keeps_each_bit_of_a_nan(dtype):
+    words = jnp.uint8 if jnp.finfo(dtype).bits == 8 else jnp.uint16
+    bits_of_nan = {jnp.bfloat16: 0x7F81, jnp.float16: 0x7C01, jnp.float8_e5m2: 0x7D}[dtype]
+    leaf = jax.lax.bitcast_convert_type(jnp.full((6, 4), bits_of_nan, words), dtype)
+    trainable, rest = fz.partition({"w": leaf}, fz.rules({"w": fz.rows(slice(0, 4))}))
+    whole = jax.jit(fz.restrict(lambda p: p["w"], rest))(trainable)
+    assert bits(whole) == bits(leaf)
+
+
+def test_an_operation_with_minus_zero_is_not_that_with_zero():
+    trainable, rest = fz.partition({"w": jnp.ones((8, 4))}, fz.rules({"w": fz.rows(slice(0, 5))}))
+
+    def loss(params, fill):
+        beyond = params["w"].at[jnp.array([99])].get(mode="fill", fill_value=fill)
+        return jnp.sum(1 / beyond) + jnp.sum(params["w"] ** 2)
+
+    for fill in (np.float32(0.0), np.float32(-0.0)):
+        value, _ = jax.jit(jax.value_and_grad(lambda t: fz.restrict(loss, rest)(t, fill)))(trainable)  # noqa: B023
+        assert value == np.copysign(np.inf, fill)
