@@ -316,8 +316,8 @@ _BY_FILE = {
     ],
     ("_audit/gradient_owners.py", "tests/audit/test_steps.py"): [
         ("if is_backward(eqn) else env", "if False else env", "-k 'two and losses'"),
-        (" & (norm(a - factor[..., None] * b) <= allowed * sizes[0])", "", "tests/audit/test_programs.py"),
-        ("if kind.bits > 8), default", "if kind.bits > 16), default", "tests/audit/test_programs.py"),
+        (" & (norm(a - factor[..., None] * b) <= allowed * sizes[0])", "", "tests/audit/test_reading_programs.py"),
+        ("if kind.bits > 8), default", "if kind.bits > 16), default", "tests/audit/test_reading_programs.py"),
     ],
     ("_audit/backward.py", "tests/audit/test_audit_step.py"): [
         ("around |= {*eqn.outputs} if contains_backward(eqn) else set()", "pass", "-k scan"),
@@ -342,8 +342,8 @@ _BY_FILE = {
         ("if self._seen.issuperset(cells):", "if self._seen or self._seen.issuperset(cells):", "-k actor"),
     ],
     ("_audit/readers.py", "tests/audit/test_audit_step.py"): [
-        ("found | {n: value} if n in self._kept else found", "found", "tests/audit/test_programs.py"),
-        ("*lines, *map(named, kept))", "*lines)", "tests/audit/test_programs.py"),
+        ("found | {n: value} if n in self._kept else found", "found", "tests/audit/test_reading_programs.py"),
+        ("*lines, *map(named, kept))", "*lines)", "tests/audit/test_reading_programs.py"),
         ("evaluate(eqns, env, keep=apart)", "evaluate(eqns, env)", "tests/audit/test_steps.py -k one_is_frozen"),
         (
             "for eqn in eqns for m in eqn.outputs if m not in apart]",
@@ -353,7 +353,7 @@ _BY_FILE = {
         ("for m in eqn.outputs if m in found}", "for m in eqn.outputs}", "tests/audit/test_steps.py -k beside"),
         ("common | {m: x for parts, _ in each for m, x in parts.items()}", "common", "-k 'clip and outside'"),
     ],
-    ("_audit/constant_zeros.py", "tests/audit/test_programs.py"): [
+    ("_audit/constant_zeros.py", "tests/audit/test_reading_programs.py"): [
         ("np.where(same, stacked[0], np.nan)", "stacked[0]", ""),
         ("if of_loops:", "if False:", ""),
     ],
