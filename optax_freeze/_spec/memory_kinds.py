@@ -31,7 +31,11 @@ def on_device(sharding: Any) -> Any:
 
 def to_memory_of(like: Any, leaf: Any) -> Any:
     """``leaf`` in the same memory as ``like``."""
-    return jax.device_put(leaf, jax.memory.Space.Host) if is_on_host(like) and not is_on_host(leaf) else leaf
+    if not is_on_host(like) or is_on_host(leaf):
+        return leaf
+    # In JAX 0.8, the sharding of an array that is put into a memory space remains that of the device.
+    is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST) if is_placed else jax.memory.Space.Host)
 
 
 def is_in_blocks(shape: Sequence[int]) -> bool:
