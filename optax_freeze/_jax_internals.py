@@ -227,20 +227,30 @@ def evaluate_program(program: ClosedJaxpr, *operands: Any) -> list[Any]:
 
 def _function_of(eqn: Any) -> Callable[..., Any]:
     """An operation as a function of its operands, the same for all that are like it."""
-    params, alone = eqn.params, functools.partial(bind, eqn)
     is_of_jax = PRIMITIVES.get(eqn.primitive.name) is eqn.primitive
-    has_floats = any(isinstance(x, float | complex | np.generic) for x in params.values())  # 0.0 equals -0.0
-    if not is_of_jax or eqn.effects or inside(eqn) or has_floats:
-        return alone
+    key = None if not is_of_jax or eqn.effects or inside(eqn) else key_of(eqn)
+    return functools.partial(bind, eqn) if key is None else _jitted(key)
+
+
+@functools.lru_cache(4096)
+def _jitted(key: tuple[Any, ...]) -> Callable[..., Any]:
+    primitive, *params = key
+    return jax.jit(functools.partial(primitive.bind, **{name: x for name, _, x in params}), inline=True)
+
+
+def key_of(eqn: Any) -> tuple[Any, ...] | None:
+    """What an operation has in common with those that are like it; None if its params cannot be told from others.
+
+    0.0 equals -0.0; 1 equals True, which has another type.
+    """
+    if any(isinstance(x, float | complex | np.generic) for x in eqn.params.values()):
+        return None
+    key = (eqn.primitive, *((name, type(x), x) for name, x in eqn.params.items()))
     try:
-        return _jitted(eqn.primitive, tuple(params), *params.values())
-    except TypeError:  # params without a hash
-        return alone
-
-
-@functools.lru_cache(4096, typed=True)
-def _jitted(primitive: Any, names: tuple[str, ...], *values: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **dict(zip(names, values, strict=True))), inline=True)
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def without_vma(eqn: Any) -> Any:

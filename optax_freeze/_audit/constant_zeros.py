@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._audit.evaluation import live
+from optax_freeze._audit.evaluation import array_of, live
 from optax_freeze._jax_internals import Loop, inside
 from optax_freeze._program.dependence import dependent
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
@@ -55,31 +55,33 @@ def _evaluate(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -
     for place, (of_loops, group) in enumerate(groups):
         if of_loops:
             for eqn in group:
-                outs = _scan(
-                    eqn, [env.get(x) if isinstance(x, int) else np.asarray(x.val, x.aval.dtype) for x in eqn.inputs]
-                )
+                outs = _scan(eqn, [env.get(x) if isinstance(x, int) else array_of(x) for x in eqn.inputs])
                 env |= {n: x for n, x in zip(eqn.outputs, outs, strict=True) if is_inexact(program.avals[n])}
         else:
-            later = {n for _, eqns in groups[place + 1 :] for eqn in eqns for n in eqn.reads}.union(outputs)
-            env |= _together(program, [(eqn, depends.isdisjoint(eqn.outputs)) for eqn in group], env, later)
-    return [env.get(n) if isinstance(n, int) else np.asarray(n.val, n.aval.dtype) for n in outputs]
+            later = {n for _, eqns in groups[place + 1 :] for eqn in eqns for n in eqn.reads}
+            env |= _together(program, group, depends, env, later | {n for n in outputs if isinstance(n, int)})
+    return [env.get(n) if isinstance(n, int) else array_of(n) for n in outputs]
 
 
 def _together(
-    program: Program, eqns: Sequence[tuple[Equation, bool]], known: Mapping[int, Any], wanted: Collection[Any]
+    program: Program,
+    eqns: Sequence[Equation],
+    depends: Collection[int],
+    known: Mapping[int, Any],
+    wanted: Collection[int],
 ) -> dict[int, Any]:
     """The wanted results of operations, compiled together."""
-    read = {n for eqn, _ in eqns for n in eqn.reads}
+    read = {n for eqn in eqns for n in eqn.reads}
     given = {n: x for n, x in known.items() if n in read and x is not None}
 
     @jax.jit
     def run(given: dict[int, Any]) -> dict[int, Any]:
         env = dict(given)
-        for eqn, is_constant in eqns:
-            outs = _with_nan(eqn, [env.get(x) if isinstance(x, int) else x.val for x in eqn.inputs])
-            pairs = zip(eqn.outputs, outs, strict=True)
-            env |= {n: x for n, x in pairs if x is not None and (is_constant or is_inexact(program.avals[n]))}
-        return {n: env[n] for eqn, _ in eqns for n in eqn.outputs if n in env and n in wanted}
+        for eqn in eqns:
+            outs = _with_nan(eqn, [env.get(x) if isinstance(x, int) else array_of(x) for x in eqn.inputs])
+            pairs = [(n, x) for n, x in zip(eqn.outputs, outs, strict=True) if x is not None]
+            env |= {n: x for n, x in pairs if n not in depends or is_inexact(program.avals[n])}
+        return {n: env[n] for eqn in eqns for n in eqn.outputs if n in env and n in wanted}
 
     return {n: x if _is_key(x) else np.asarray(x) for n, x in run(given).items()}
 

@@ -67,8 +67,8 @@ class Needed:
 
 
 def array_of(literal: Any) -> Any:
-    """The value of a literal; JAX does not differentiate a loop that begins with a Python bool."""
-    return np.asarray(literal.val) if isinstance(literal.val, bool) else literal.val
+    """The value of a literal with its type; JAX does not differentiate a loop that begins with a Python bool."""
+    return np.asarray(literal.val, literal.aval.dtype)
 
 
 def evaluate(eqns: Iterable[Equation], env: dict[int, Any], keep: Collection[int] = ()) -> None:

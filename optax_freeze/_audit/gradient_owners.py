@@ -30,9 +30,8 @@ _ROUNDINGS = 4
 """How many times what one rounding of the inputs changes, two programs of one gradient may differ."""
 _UNDECIDED = 0.25
 """A point where rounding may change more than this of a derivative tells nothing about it."""
-
-
 _NO_DERIVATIVE = (TypeError, ValueError, NotImplementedError, jax.errors.JaxRuntimeError)
+"""What JAX raises for an operation that it cannot differentiate."""
 
 
 class _Scalar(NamedTuple):
@@ -60,13 +59,8 @@ class Owners:
         within: Within | None = None,
     ) -> None:
         """``in_loops``: for results of loops the scalars in the body whose derivatives they may add up."""
-        self._program, self._given, self._leaves, self._in_loops, self._within = (
-            program,
-            given,
-            leaves,
-            in_loops,
-            within,
-        )
+        self._program, self._given, self._leaves = program, given, leaves
+        self._in_loops, self._within = in_loops, within
         self._inputs = [n for n in range(program.num_inputs) if is_inexact(program.avals[n])]
         self.scalars: dict[int, int] = {}
         self.undecided: set[int] = set()
@@ -149,7 +143,7 @@ class Owners:
             for seed in range(3):
                 here.append(jax.device_get(compute(self._point(seed))))
                 near.append(jax.device_get(compute(self._point(seed, self._epsilon))))
-        except _NO_DERIVATIVE:  # of an operation that no backward pass starts from
+        except _NO_DERIVATIVE:  # no backward pass starts from such a scalar
             return {}
         found: dict[int, set[int]] = {}
         for each, n in (key[1:] for key in here[0] if key[0] == "value"):
@@ -230,7 +224,7 @@ def _lifted(eqn: Equation, operands: Sequence[Any], number: int) -> Any:
         for each in eqns:
             _evaluate_forward(each, env)
         outs = [body.outputs[k] for k in places]
-        return [env[x] if isinstance(x, int) else jnp.asarray(x.val) for x in outs], env[number]
+        return [env[x] if isinstance(x, int) else array_of(x) for x in outs], env[number]
 
     rest = operands[consts + carried :]
     options = {"length": loop.length, "reverse": loop.reverse}

@@ -15,6 +15,7 @@ import numpy as np
 
 from optax_freeze._audit.evaluation import Within, compiled, evaluate, live
 from optax_freeze._audit.reactions import changed, differences
+from optax_freeze._jax_internals import key_of
 from optax_freeze._program.dependence import reached
 from optax_freeze._program.operations import is_cheap
 from optax_freeze._program.trace import Equation, Program
@@ -143,7 +144,8 @@ def _chain(
     Results of them that are ``apart`` are given.
     """
     own = [m for eqn in eqns for m in eqn.outputs if m not in apart]
-    inputs = [*dict.fromkeys(m for eqn in eqns for m in eqn.inputs if isinstance(m, int) and m not in {*own})]
+    made = {*own}
+    inputs = [*dict.fromkeys(m for eqn in eqns for m in eqn.inputs if isinstance(m, int) and m not in made)]
     kept = [m for m in own if m in kept]
     names = {m: k for k, m in enumerate((*inputs, *own))}
 
@@ -155,14 +157,14 @@ def _chain(
     def named(x: Any) -> Any:
         return names.get(x) if isinstance(x, int) else (str(x.aval), np.asarray(x.val).tobytes())
 
-    lines = [
-        (eqn.primitive, *eqn.params.items(), eqn.source.settings, *map(named, (*eqn.inputs, *eqn.outputs)))
-        for eqn in eqns
-    ]
-    try:
-        return _Chain(inputs, kept, known.setdefault((len(inputs), *lines, *map(named, kept)), jax.jit(run)))
-    except TypeError:  # params without a hash
+    keys = [key_of(eqn) for eqn in eqns]
+    if None in keys:
         return _Chain(inputs, kept, jax.jit(run))
+    lines = [
+        (key, eqn.source.settings, *map(named, (*eqn.inputs, *eqn.outputs)))
+        for key, eqn in zip(keys, eqns, strict=True)
+    ]
+    return _Chain(inputs, kept, known.setdefault((len(inputs), *lines, *map(named, kept)), jax.jit(run)))
 
 
 def _read_by(program: Program, eqns: Sequence[Equation], given: Collection[int]) -> set[int]:

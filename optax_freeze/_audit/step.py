@@ -277,7 +277,7 @@ def other_values(step: Step) -> dict[int, Any]:
 
 @jax.jit
 def _moved(value: Any, noise: Any) -> Any:
-    return (jnp.asarray(value) * 1.25 + noise).astype(value.dtype)
+    return (value * 1.25 + noise).astype(value.dtype)
 
 
 def other_batch(batch: Any) -> Any:

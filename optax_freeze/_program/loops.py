@@ -132,9 +132,9 @@ class _PartOfLoop:
         self.marks = results_that_decide(found, self.body, walk.decide(eqn))
         self.outputs = _outputs(eqn, wanted[self.carried :], self.carried, self.length)
         on_host, self.available = late_inputs(walk.late, eqn.inputs, self.consts + self.carried)
-        carry = range(self.consts, self.consts + self.carried)
-        others = {p: o for p, o in on_host.items() if p not in carry}  # a step computes the next carry
-        self.on_host = {p: o for p, o in others.items() if p < self.consts or walk.has_rows(eqn.inputs[p])}
+        carry = range(self.consts, self.consts + self.carried)  # a step computes the next one
+        is_read = lambda p: p < self.consts or (p not in carry and walk.has_rows(eqn.inputs[p]))  # noqa: E731
+        self.on_host = {p: o for p, o in on_host.items() if is_read(p)}
         self.available -= {*carry}
         self.known = walk.known.steps.get(eqn.outputs[0], 0) if walk.known and eqn.outputs else 0
         self.known_stop = self.length - self.known if self.reverse else self.known

@@ -161,12 +161,9 @@ class _Numbered(Selection):
         def put(full: Any, values: Any) -> jax.Array:
             return jnp.where(self.frozen(full.ndim), full, self._padded(values, jnp.zeros((), full.dtype)))
 
-        # Only a TPU keeps the bits of narrow floats in a fusion.
-        return (
-            jax.lax.platform_dependent(full, values, tpu=put, default=self._put)
-            if integer_of(full.dtype)
-            else put(full, values)
-        )
+        if integer_of(full.dtype):  # only a TPU keeps the bits of narrow floats in a fusion
+            return jax.lax.platform_dependent(full, values, tpu=put, default=self._put)
+        return put(full, values)
 
     def _padded(self, values: Any, fill: Any) -> jax.Array:
         start, stop = self.run
