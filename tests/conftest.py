@@ -54,18 +54,23 @@ def cache_key_of_one_device(options, backend, computation, devices, **kwargs):
 jax._src.compiler._get_cache_key = cache_key_of_one_device
 
 
-def without_emitters(*args, env_options_overrides=None, backend=None, **kwargs):
-    """The options of JAX; for the CPU without its fusion emitters, which take most of the time to compile."""
+def compiled_fast(*args, env_options_overrides=None, backend=None, **kwargs):
+    """The options of JAX; for the CPU without its fusion emitters, which take most of the time to compile, and YNNPACK.
+
+    YNNPACK, by default since JAX 0.10, now and then ends a process with a segmentation fault, in JAX 0.10.2 and 0.11.0
+    (https://github.com/jax-ml/jax/issues/39257). JAX 0.12 has no other way than its fusion emitters.
+    """
     if backend is not None and backend.platform == "cpu":
-        env_options_overrides = {"xla_cpu_use_fusion_emitters": False, **(env_options_overrides or {})}
+        emitters = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 12) else {}
+        ynnpack = {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__ >= (0, 10) else {}
+        env_options_overrides = {**emitters, **ynnpack, **(env_options_overrides or {})}
     return get_compile_options(*args, env_options_overrides=env_options_overrides, backend=backend, **kwargs)
 
 
 def compile_as(users=False, optimized=True):
     """Compiles as users do, or fast: with LLVM's optimizations, or without these, too."""
     jax.config.update("jax_disable_most_optimizations", not optimized)
-    if jax.__version_info__ < (0, 12):  # which has no other way than its fusion emitters
-        jax._src.compiler.get_compile_options = get_compile_options if users else without_emitters
+    jax._src.compiler.get_compile_options = get_compile_options if users else compiled_fast
 
 
 def skip_float16(error):
