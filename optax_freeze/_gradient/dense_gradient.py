@@ -1,11 +1,11 @@
 """The gradient of the trainable parameters: the dense gradient is traced, and only its wanted rows are computed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of, zero_outside
+from optax_freeze._program.regions import EVERYTHING, Region, Values, numbers_of, region_of, zero_outside
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
@@ -13,7 +13,7 @@ from optax_freeze._spec.selection import FROZEN, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
 
 if TYPE_CHECKING:
-    from optax_freeze._program.tasks import Schedule
+    from optax_freeze._gradient.gradient_program import GradientProgram
 
 
 class DenseGradient:
@@ -25,8 +25,7 @@ class DenseGradient:
       leaves: these leaves.
       others: the other leaves on the host.
       value_and_grad: called with ``leaves`` and ``others``, returns the value and the gradients of ``leaves``.
-      traced: the program of ``value_and_grad``, after :meth:`trace`.
-      grads: the numbers of the gradients in it.
+      traced: the program of ``value_and_grad``, and ``inputs`` its inputs, after :meth:`trace`.
     """
 
     def __init__(self, fun: Callable[..., Any], plan: Plan, params: PyTree, has_aux: bool, holomorphic: bool) -> None:
@@ -63,19 +62,13 @@ class DenseGradient:
                 raise
             return False
         self.traced, self.inputs = traced, dict(enumerate(map(as_array, arrays)))
-        self.of_value = len(traced.program.outputs) - len(self.leaves)
-        self.grads = traced.program.outputs[self.of_value :]
         return True
 
-    def schedule(self, wanted: Sequence[tuple[Any, Region, int]]) -> "Schedule":
-        """The tasks that compute the value and these regions of gradients."""
-        from optax_freeze._gradient.unknown_derivative import refuse_unknown
-        from optax_freeze._program.tasks import ALWAYS
-        from optax_freeze._program.walk import schedule
+    def program(self, wanted: Sequence[tuple[int, Region, int]]) -> "GradientProgram":
+        """The value, and these regions of the gradients of ``leaves``, by their places, with their guards."""
+        from optax_freeze._gradient.gradient_program import gradient_program
 
-        refuse_unknown(self.traced.program, [(number, region) for number, region, _ in wanted])
-        value = [(number, EVERYTHING, ALWAYS) for number in self.traced.program.outputs[: self.of_value]]
-        return schedule(self.traced.program, [*value, *wanted])
+        return gradient_program(self.traced.program, len(self.leaves), wanted)
 
 
 def value_and_grad_of_plan(
@@ -85,10 +78,13 @@ def value_and_grad_of_plan(
     dense = DenseGradient(fun, plan, params, has_aux, holomorphic)
     parts = [plan.selections[i] for i in dense.trains]
     if (dense.on_host or any(isinstance(selection, RowSelection) for selection in parts)) and dense.trace():
-        from optax_freeze._program.tasks import ALWAYS
+        from optax_freeze._program.tasks import ALWAYS, Context
 
-        wanted = [(x, region_of_leaf(*each), ALWAYS) for x, *each in zip(dense.grads, parts, dense.leaves, strict=True)]
-        value, grads = dense.traced.result(dense.schedule(wanted).run(Values(dense.inputs)))
+        numbers = numbers_of(dict(enumerate(parts)))
+        leaves = enumerate(zip(parts, dense.leaves, strict=True))
+        program = dense.program([(n, region_of_leaf(*each, n), ALWAYS) for n, each in leaves])
+        outs, found = program.both(Values(dense.inputs), Context(numbers=numbers))
+        value, grads = dense.traced.result([*outs, *found])
         grads = map(as_part, parts, dense.leaves, grads)
     else:
         value, grads = dense.value_and_grad(*jax.tree.map(to_device, (dense.leaves, dense.others)))
@@ -104,14 +100,13 @@ def taken(selection: Selection, grad: Any) -> Any:
     return grad if isinstance(grad, Part) else selection.take(grad)
 
 
-def region_of_leaf(selection: Selection, leaf: Any) -> Region:
+def region_of_leaf(selection: Selection, leaf: Any, name: Hashable) -> Region:
     """The part of the gradient of a leaf that is computed; of a leaf that is a ``Part`` all of it."""
-    return EVERYTHING if isinstance(leaf, Part) else region_of(selection)
+    return EVERYTHING if isinstance(leaf, Part) else region_of(selection, name)
 
 
 def as_part(selection: Selection, leaf: Any, grad: Any) -> Any:
     """The gradient of the trainable part of a leaf, from that of :func:`region_of_leaf`."""
     if isinstance(selection, RowSelection) and not isinstance(leaf, Part):
-        grad = zero_outside(region_of(selection), grad, leaf.shape)
-        return Part(grad, selection.part_index, leaf.shape)
+        return Part(zero_outside(selection, grad), selection.part_index, leaf.shape)
     return taken(selection, grad)

@@ -215,7 +215,7 @@ def explain(
         )
     grads, of_gradient, of_reads = dict(zip(trains, program.outputs, strict=False)), [], []
     for i, selection in in_rows.items():
-        log = _log(program, [(grads[i], region_of(selection))], on_host=())
+        log = _log(program, [(grads[i], region_of(selection, i))], on_host=())
         rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
         everything = _operations(eqn for eqn, extent in log if extent == "everything")
         of_gradient.append(LeafExplanation(paths[i], rows, everything, selection.size, selection.count))
@@ -223,7 +223,7 @@ def explain(
         return GradientExplanation(tuple(of_gradient))
     inputs = [n for n, here in zip(of_leaf, abstract, strict=False) if here]
     frozen = [n for n, i in enumerate(inputs) if i in on_host or selections[i] is FROZEN]
-    regions = [region_of_leaf(selections[i], values[i]) for i in trains]
+    regions = [region_of_leaf(selections[i], values[i], i) for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
     log = _log(program, list(zip(program.outputs, regions, strict=True)), frozen)
     for n in frozen:

@@ -5,6 +5,7 @@ The dense gradient is one program, of which each operation is evaluated if a gro
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.dense_gradient import DenseGradient, as_part, region_of_leaf, value_and_grad_of_plan
-from optax_freeze._program.regions import Region, Values, region_of
+from optax_freeze._program.regions import Values, numbers_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of, elements, rows
 from optax_freeze._spec.resolve import make_plan
@@ -85,7 +86,7 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
         return bool(frozen)
     if isinstance(frozen[0], RowIndex):
         axis, size = frozen[0].axis, frozen[0].size
-        found = functools.reduce(np.union1d, [region_of(index).numbers for index in frozen])  # type: ignore[attr-defined]
+        found = functools.reduce(np.union1d, [index.numbers for index in frozen])  # type: ignore[attr-defined]
         return len(found) == size or rows(found.tolist(), axis)
     if isinstance(frozen[0], DynamicRowIndex):  # of one group; if there is a second one, it has all other rows
         return len(frozen) > 1 or ~choice_of(frozen[0])  # type: ignore[return-value]
@@ -109,15 +110,19 @@ class GradientOfGroups:
 
         self._dense, self._spec = dense, spec
         self._owners = [*new_guards(len(spec.names)), ALWAYS]
-        grads, number_of = dict(zip(dense.trains, dense.grads, strict=True)), {i: n for n, i in enumerate(dense.trains)}
-        self._grads: list[list[tuple[Any, Region]]] = [
-            [(grads[i], region_of_leaf(its, dense.values[i])) for i, its in own.items()] for own in spec.owned
+        place_of = {i: place for place, i in enumerate(dense.trains)}
+        owned = {(n, i): its for n, own in enumerate(spec.owned) for i, its in own.items()}
+        wanted = [
+            (place_of[i], region_of_leaf(its, dense.values[i], (n, i)), self._owners[n])
+            for (n, i), its in owned.items()
         ]
-        wanted = [(*each, owner) for owner, own in zip(self._owners, self._grads, strict=True) for each in own]
-        self._schedule, self._values = dense.schedule(wanted), Values(dense.inputs)
+        program = dense.program(wanted)
+        self._schedule, self._values, left = program.schedule, Values(dense.inputs), iter(program.gradients)
+        self._grads = [[*itertools.islice(left, len(own))] for own in spec.owned]
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
-        self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
-        numbers = [{number_of[i] for i in own} for own in spec.owned]
+        conditions = dict(zip(self._owners, self._trains, strict=False))
+        self._context = Context(conditions, numbers=numbers_of(owned))
+        numbers = [{place_of[i] for i in own} for own in spec.owned]
         self._postponed = self._schedule.postponable(dict(zip(self._owners[:-1], numbers, strict=False)))
         postponed = {i for each in self._postponed.values() for i in each}
         after = self._schedule.run_except(postponed, self._values, self._context)
@@ -125,8 +130,8 @@ class GradientOfGroups:
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
             for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
         ]
-        outputs = [Read(*output).of(self._values) for output in self._schedule.outputs[: dense.of_value]]
-        self.value = dense.traced.result([*outputs, *dense.grads])[0]
+        outs = [Read(*output).of(self._values) for output in self._schedule.outputs[: program.outs]]
+        self.value = dense.traced.result([*outs, *[None] * len(dense.leaves)])[0]
 
     def of_group(self, n: int) -> dict[int, Any]:
         """The gradient of what a group owns of its leaves, computed here; the rest has the number after the last."""

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_freeze._program.regions import Region, Values, without_elements, zero_outside
-from optax_freeze._program.trace import Program, flatten
+from optax_freeze._program.regions import Values
+from optax_freeze._program.trace import flatten
 from optax_freeze._program.traced_function import as_argument
 from optax_freeze._program.walk import LateValue
 from optax_freeze._spec.indexing import set_rows
@@ -82,12 +82,3 @@ def _rows_of_jvp(selection: RowSelection, primals: Any, tangents: Any) -> Any:
         return selection.put(array, Part(rows, selection.part_index, array.shape))
 
     return _rows_of(selection, *primals), jax.jvp(put, primals, tangents)[1]  # `put` may move integers
-
-
-def gradient_in_rows(program: Program, values: Values, x: Any, region: Region) -> Any:
-    """A region of a gradient, zero in rows whose numbers are out of range."""
-    if not isinstance(x, int):
-        return x.val
-    empty = without_elements(region, program.avals[x])
-    found = values.read(x, region) if empty is None else empty.val
-    return zero_outside(region, found, program.avals[x].shape)

@@ -16,22 +16,22 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
-from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, gradient_in_rows, types_of
-from optax_freeze._gradient.unknown_derivative import refuse_unknown
+from optax_freeze._gradient.gradient_program import GradientProgram, gradient_program
+from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, types_of
 from optax_freeze._jax_internals import ClosedJaxpr, evaluate_program, lacks_reverse_mode, needs_value
-from optax_freeze._program.dependence import divided
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import (
     EVERYTHING,
-    Region,
     Values,
     cast_to_vary,
+    numbers_of,
     region_of,
     varies,
+    zero_outside,
     zeros,
 )
-from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
-from optax_freeze._program.trace import Program, is_inexact
+from optax_freeze._program.tasks import ALWAYS, Context, Schedule
+from optax_freeze._program.trace import is_inexact
 from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced
 from optax_freeze._program.walk import schedule
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
@@ -89,18 +89,14 @@ class _Inputs(NamedTuple):
 
 
 @jax.tree_util.register_static
-class _Transposed(NamedTuple):
-    """The program of the outputs and of the gradients with respect to what is perturbed."""
+class _Backward(NamedTuple):
+    """What the backward pass evaluates, and for which of the inputs."""
 
-    program: Program
-    outs: int
+    gradient: GradientProgram
     perturbed: _Inputs
-    divided: Any = (
-        None  # what is wanted, and the tasks of the backward pass with what they read, unless rows are dynamic
-    )
 
     def __hash__(self) -> int:
-        return id(self.program)
+        return hash(self.gradient)
 
 
 class _Call:
@@ -168,32 +164,16 @@ class _Call:
 
     def forward(self, inputs: _Inputs, perturbed: _Inputs) -> tuple[list[Any], Any]:
         """The outputs, and what the backward pass reads beside the inputs."""
-        transposed = self._transposed(perturbed, inputs.others)
-        program, outs = transposed.program, transposed.program.outputs[: transposed.outs]
-        wanted = self._wanted(transposed, inputs.numbers)
-        of_forward, of_backward, stored = self._tasks(transposed, wanted)
-        values = Values(program.consts | dict(enumerate([*self.given(inputs), *inputs.others])))
-        for task in of_forward:
-            task.run(Context(), values)
-        found = [Read(x, EVERYTHING).of(values) for x in outs]
-        kept = None if any(inputs.numbers) else (wanted, of_backward, stored)
-        return found, (transposed._replace(divided=kept), [values.read(*key) for key in stored])
+        gradient = self._gradient(perturbed, inputs.others)
+        values = self._values(gradient, [*self.given(inputs), *inputs.others])
+        outs, stored = gradient.forward(values, self._context(inputs))
+        return outs, (_Backward(gradient, perturbed), stored)
 
     def backward(self, inputs: _Inputs, residuals: Any, cotangents: Sequence[Any]) -> _Inputs:
         """The cotangents of the perturbed inputs, given those of the outputs."""
-        transposed, arrays = residuals
-        program, perturbed = transposed.program, transposed.perturbed
-        if transposed.divided is None:
-            wanted = self._wanted(transposed, inputs.numbers)
-            _, of_backward, stored = self._tasks(transposed, wanted)
-        else:
-            wanted, of_backward, stored = transposed.divided
-        values = Values(program.consts | dict(enumerate([*self.given(inputs, True), *inputs.others, *cotangents])))
-        for (number, region), array in zip(stored, arrays, strict=True):
-            values.write(number, region, array)
-        for task in of_backward:
-            task.run(Context(), values)
-        grads = iter([gradient_in_rows(program, values, x, region) for x, region, _ in wanted[transposed.outs :]])
+        (gradient, perturbed), stored = residuals
+        values = self._values(gradient, [*self.given(inputs, True), *inputs.others, *cotangents])
+        grads = iter(gradient.backward(values, stored, self._context(inputs)))
         found = _Inputs([], [], [[None] * len(each) for each in inputs.numbers], [])
         marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, strict=True)
         for leaf, in_rows, in_array, numbers in marks:
@@ -204,12 +184,21 @@ class _Call:
                 part = selection.take(grad)
                 frozen = dataclasses.replace(part, values=jnp.zeros_like(part.values))
                 rows, array = part.values, selection.put(grad, frozen)
+            elif in_rows:
+                rows = zero_outside(leaf.with_numbers(numbers), grad)
             found.rows.append(rows if in_rows else None)
             found.arrays.append(array)
         found.others.extend(next(grads) if here else None for here in perturbed.others)
         return found
 
-    def _transposed(self, perturbed: _Inputs, others: Sequence[Any]) -> _Transposed:
+    def _values(self, gradient: GradientProgram, given: Sequence[Any]) -> Values:
+        return Values(gradient.schedule.program.consts | dict(enumerate(given)))
+
+    def _context(self, inputs: _Inputs) -> Context:
+        each = zip(self.leaves, inputs.numbers, strict=True)
+        return Context(numbers=numbers_of({i: x.with_numbers(its) for i, (x, its) in enumerate(each) if x}))
+
+    def _gradient(self, perturbed: _Inputs, others: Sequence[Any]) -> GradientProgram:
         """Traces the outputs and the gradients with respect to what is perturbed.
 
         The function is called as it was written: with ``jax.checkpoint``, which its program does not keep. A custom
@@ -264,22 +253,10 @@ class _Call:
                 return as_traced(evaluate_program(ClosedJaxpr(of_vjp.jaxpr, consts), *arrays))
 
             traced = Traced(with_others, inputs)
-        program = traced.program._replace(on_host=self.program.on_host)
-        return _Transposed(program, len(is_out_inexact), perturbed)
-
-    def _wanted(self, transposed: _Transposed, numbers: Sequence[Any]) -> list[tuple[Any, Region, int]]:
-        """The outputs and the gradients, with the regions that are wanted of them."""
-        perturbed = transposed.perturbed
-        leaves = zip(self.leaves, perturbed.rows, perturbed.arrays, numbers, strict=True)
-        regions = [EVERYTHING] * transposed.outs
-        regions += [EVERYTHING if b else region_of(x.with_numbers(each)) for x, a, b, each in leaves if a or b]
+        leaves = enumerate(zip(self.leaves, perturbed.rows, perturbed.arrays, strict=True))
+        regions = [EVERYTHING if b else region_of(x.selection, i) for i, (x, a, b) in leaves if a or b]
         regions += [EVERYTHING for here in perturbed.others if here]
-        refuse_unknown(transposed.program, zip(transposed.program.outputs, regions, strict=True))
-        return [(x, region, ALWAYS) for x, region in zip(transposed.program.outputs, regions, strict=True)]
-
-    def _tasks(self, transposed: _Transposed, wanted: Sequence[Any]) -> tuple[list[Task], list[Task], list[Any]]:
-        """The tasks that do not depend on the cotangents, those that do, and what these read of the others."""
-        program = transposed.program
-        cotangents = range(len(self.leaves) + len(self.others), program.num_inputs)
-        grads = (x for x, _, _ in wanted[transposed.outs :])
-        return divided(schedule(program, wanted).tasks, cotangents, grads)
+        program = traced.program._replace(on_host=self.program.on_host)
+        of_cotangents = range(len(of_leaf) + len(others), program.num_inputs)
+        wanted = [(place, region, ALWAYS) for place, region in enumerate(regions)]
+        return gradient_program(program, len(wanted), wanted, of_cotangents)

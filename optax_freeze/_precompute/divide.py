@@ -98,7 +98,7 @@ class Division(NamedTuple):
             return self.traced.result(tasks.run(values))
         for number, const in tasks.program.consts.items():
             values.write(number, EVERYTHING, const)
-        outs = self.gradient.call(tasks.tasks, tasks.outputs, values, self.inputs)
+        outs = self.gradient.call(tasks, values, self.inputs)
         found = self.traced.result([*outs, *[None] * len(self.gradient.leaves)])
         return found[0] if self.gradient.leaves else found
 

@@ -65,7 +65,7 @@ def parameters(plan: Plan, values: Sequence[Any]) -> list[Input]:
             is_key = leaf.dtype is not None and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             why, trainable = f"{leaf.path}, a random key among the parameters" if is_key else "", None
         elif isinstance(selection, RowIndex):
-            trainable = region_of(selection)
+            trainable = region_of(selection, i)
         found.append(Input(value, leaf.path, why, i, trainable, is_constant=leaf.dtype is None))
     return found
 

@@ -13,12 +13,12 @@ import jax
 from jax.core import Tracer
 
 from optax_freeze._errors import value_error
+from optax_freeze._gradient.gradient_program import GradientProgram
 from optax_freeze._gradient.unknown_derivative import without_gradient
 from optax_freeze._jax_internals import ClosedJaxpr, closed_over, programs_in
 from optax_freeze._precompute.inputs import Input
-from optax_freeze._program.dependence import divided
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, zeros
-from optax_freeze._program.tasks import Context, Read, Task
+from optax_freeze._program.tasks import Schedule
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
 from optax_freeze._program.traced_function import Traced, as_traced
 
@@ -40,36 +40,22 @@ class Gradient(NamedTuple):
     cotangents: range
     is_last: bool
 
-    def call(
-        self, tasks: Sequence[Task], outputs: Sequence[tuple[Any, Region]], values: Values, inputs: Sequence[Input]
-    ) -> list[Any]:
+    def call(self, tasks: Schedule, values: Values, inputs: Sequence[Input]) -> list[Any]:
         """The outputs of the program, without gradients, of which the last tasks compute the derivative."""
-        count = len(outputs) - len(self.leaves)
-        outs, grads = outputs[:count], outputs[count:]
-        first, second, stored = divided(tasks, self.cotangents, (value for value, _ in grads))
+        program = GradientProgram(tasks, len(tasks.outputs) - len(self.leaves), self.cotangents)
         given, arrays = [], []  # functions that JAX keeps do not close over arrays
         for number, region, array in values.arrays():
             given.append((number, region))
             arrays.append(array)
         trains = [number in self.leaves for number, _ in given]
 
-        def computed(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            filled = _filled(given, arrays)
-            for task in first:
-                task.run(Context(), filled)
-            return [Read(*out).of(filled) for out in outs], [filled.read(*key) for key in stored]
-
         def backward(residuals: Any, cotangents: Sequence[Any]) -> Any:
-            keys = [*given, *stored, *((number, EVERYTHING) for number in self.cotangents)]
+            keys = [*given, *((number, EVERYTHING) for number in self.cotangents)]
             inexact = [ct for ct in cotangents if ct.dtype != jax.dtypes.float0]
-            filled = _filled(keys, [*residuals, *inexact])
-            for task in second:
-                task.run(Context(), filled)
-            found = {number: Read(*grad).of(filled) for number, grad in zip(self.leaves, grads, strict=True)}
-            return [found[number] for number in self.leaves]
+            return program.backward(_filled(keys, [*residuals[: len(given)], *inexact]), residuals[len(given) :])
 
         def forward(arrays: Sequence[Any]) -> Any:
-            found, kept = computed(arrays)
+            found, kept = program.forward(_filled(given, arrays))
             return found, [*arrays, *kept]
 
         def of_leaves(residuals: Any, cotangents: Sequence[Any]) -> Any:
@@ -77,7 +63,7 @@ class Gradient(NamedTuple):
             by_number = dict(zip(self.leaves, found, strict=True))
             return ([by_number.get(number) for number, _ in given],)
 
-        call = jax.custom_vjp(lambda arrays: computed(arrays)[0])
+        call = jax.custom_vjp(lambda arrays: forward(arrays)[0])
         call.defvjp(functools.partial(self._last, forward), of_leaves)
         others = [i for i, here in enumerate(trains) if not here and is_inexact(arrays[i])]
         names = [inputs[given[i][0]].name if given[i][0] < len(inputs) else "a value from outside" for i in others]

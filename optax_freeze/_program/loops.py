@@ -75,7 +75,7 @@ def cond(walk: "Walk", eqn: Equation, found: Branches, wanted: Sequence[Any]) ->
         def run(branch: Schedule) -> list[Any]:
             values = Values()
             for (place, read), x in zip(reads, operands[1:], strict=True):
-                _pass_on(values, place, read, x)
+                _pass_on(values, place, read.bound(context), x)
             return branch.run(values, context.inside(guard))
 
         return jax.lax.switch(operands[0], [functools.partial(run, branch) for branch in branches])
@@ -337,17 +337,19 @@ class _Segment:
         stacks = {p: x[0] for p, _, x in given if p >= last and isinstance(x, tuple)}
         sliced = {p: x for p, x in stacks.items() if x.shape[0] == len(self.numbers.numbers)}
 
+        numbers = {o: context.bound(o.written).unclamped for o in self.conditions}  # type: ignore[attr-defined]
+
         def step(state: Any, of_step: Any) -> Any:
             (carry, buffers), (i, rows) = state, of_step
             values = Values()
             for place, read, x in given:
                 if place < first:
-                    _pass_on(values, place, read, x)
+                    _pass_on(values, place, read.bound(context), x)
                 elif place >= last:
                     values.write(place, EVERYTHING, rows[place] if place in rows else self._row_of(place, x, i))
             for (place, read), part in zip(carried, carry, strict=True):
-                values.write(place, read.region, part)
-            steps = {o: o.written.unclamped == i for o in self.conditions}  # type: ignore[attr-defined]
+                values.write(place, context.bound(read.region), part)
+            steps = {o: each == i for o, each in numbers.items()}
             hits = {o: jnp.any(here) for o, here in steps.items()}
             conditions = {
                 bit: hits[o] if o.guard in (ALWAYS, self.guard) else hits[o] & context.holds(o.guard)
@@ -369,7 +371,7 @@ class _Segment:
             (carry, buffers), ys = step(state, (self.steps.start, {}))
             ys = [y[None] for y in ys]
         elif self.ends_early:
-            (carry, buffers), ys = self._until_last(step, state), []
+            (carry, buffers), ys = self._until_last(step, state, numbers.values()), []
         else:
             unroll = loop.unroll
             (carry, buffers), ys = jax.lax.scan(step, state, (i, sliced), reverse=loop.reverse, unroll=unroll)
@@ -388,10 +390,9 @@ class _Segment:
         aval, _ = self.loop._result(output)
         return zeros(aval, output.written.shape(aval.shape))
 
-    def _until_last(self, step: Any, state: Any) -> Any:
+    def _until_last(self, step: Any, state: Any, numbers: Collection[Any]) -> Any:
         """Runs the steps until the last one with a wanted result, whose number is a value of the program."""
         (start, stop, _), reverse = self.steps, self.loop.reverse
-        numbers = [o.written.unclamped for o in self.conditions]  # type: ignore[attr-defined]
         if reverse:
             steps = stop - jnp.maximum(functools.reduce(jnp.minimum, [each[0] for each in numbers]), start)
         else:

@@ -1,12 +1,13 @@
 """Regions: which part of a value is wanted.
 
 A region is :data:`EVERYTHING`, :class:`Rows` that are known while a program is traced, or :class:`DynamicRows`, whose
-numbers are values of the program. All rows are ascending. A value may be stored in several regions.
+numbers are values of the program: a plan holds their name, which is bound to an array when the plan is evaluated.
+All rows are ascending. A value may be stored in several regions.
 """
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,10 @@ class Region:
     def share(self, shape: Sequence[int]) -> float:
         """How much of a value this part is."""
         return 1.0
+
+    def bound(self, numbers: "Mapping[Numbers, jax.Array]") -> "Region":
+        """The same region, with the array of the numbers that it names."""
+        return self
 
     def __repr__(self) -> str:
         return "EVERYTHING" if self is EVERYTHING else "LAZY"
@@ -218,9 +223,22 @@ class Rows(_SomeRows):
         return f"Rows({self.axis}, {self.numbers.tolist()})"
 
 
+class Numbers(NamedTuple):
+    """The name of an array of row numbers, which is known when a plan is evaluated."""
+
+    name: Hashable
+    size: int
+
+    @property
+    def shape(self) -> tuple[int]:
+        """The shape of the array."""
+        return (self.size,)
+
+
 class DynamicRows(_SomeRows):
     """Rows whose numbers are values of the program, computed from ``numbers``, int32 and ascending, in some ``steps``.
 
+    ``numbers`` is an array, or in a plan :class:`Numbers`; then the region can be asked for its shape only.
     Where a row of a value is in no row of an operand, its number there is clamped: a row is read that exists, because
     the derivative of what is computed from zeros, and not used, may be NaN. Clamped numbers may be equal.
     """
@@ -231,7 +249,12 @@ class DynamicRows(_SomeRows):
 
     @functools.cached_property
     def _key(self) -> Any:
-        return self.axis, id(self.numbers), self.steps
+        return self.axis, self.numbers if isinstance(self.numbers, Numbers) else id(self.numbers), self.steps
+
+    def bound(self, numbers: Mapping[Numbers, jax.Array]) -> "DynamicRows":
+        if not isinstance(self.numbers, Numbers):
+            return self
+        return DynamicRows(self.axis, numbers[self.numbers], self.steps)
 
     @property
     def indices(self) -> jax.Array:
@@ -303,20 +326,26 @@ def _after(numbers: jax.Array, step: tuple[Any, ...]) -> jax.Array:
     return jnp.where((numbers >= 0) & (numbers < size), rows, by * size).reshape(-1)
 
 
-def region_of(selection: Selection) -> Region:
-    """The trainable part of a leaf."""
+def region_of(selection: Selection, name: Hashable) -> Region:
+    """The trainable part of a leaf; that of dynamic rows has the ``name``."""
     if isinstance(selection, RowIndex):
         return Rows(selection.axis, selection.numbers)
     if isinstance(selection, DynamicRowIndex):
-        return DynamicRows(selection.axis, jnp.asarray(selection.array)).clamped(selection.size)
+        return DynamicRows(selection.axis, Numbers(name, selection.count)).clamped(selection.size)
     return EVERYTHING
 
 
-def zero_outside(region: Region, array: Any, shape: Sequence[int]) -> Any:
-    """An array with this region of a value, zero in rows whose numbers are out of range."""
-    if not isinstance(region, DynamicRows):
-        return array
-    return _zero_rows_outside(region.unclamped, array, region.axis, shape[region.axis])
+def numbers_of(selections: Mapping[Any, Selection]) -> dict[Numbers, jax.Array]:
+    """The numbers of the dynamic rows of leaves, by their names."""
+    dynamic = {name: each for name, each in selections.items() if isinstance(each, DynamicRowIndex)}
+    return {Numbers(name, each.count): jnp.asarray(each.array) for name, each in dynamic.items()}
+
+
+def zero_outside(selection: Selection, part: Any) -> Any:
+    """The trainable part of a leaf, zero in dynamic rows whose numbers are out of range."""
+    if not isinstance(selection, DynamicRowIndex):
+        return part
+    return _zero_rows_outside(selection.array, part, selection.axis, selection.size)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)

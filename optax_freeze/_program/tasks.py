@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._program.host_array import HostArray
-from optax_freeze._program.regions import EVERYTHING, LAZY, Region, Rows, Unread, Values, covering, zeros
+from optax_freeze._program.regions import EVERYTHING, LAZY, Numbers, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.trace import Equation, Program
 
 ALWAYS = -1
@@ -82,6 +82,10 @@ class Read(NamedTuple):
         """The regions of stored values that are read."""
         return [(self.value, self.region)] if isinstance(self.value, int) else []
 
+    def bound(self, context: "Context") -> "Read":
+        """The same read of a region with known numbers."""
+        return self._replace(region=context.bound(self.region))
+
     def of(self, values: Values, _: Any = None) -> Any:
         """What is read."""
         if not isinstance(self.value, int):
@@ -93,10 +97,21 @@ class Read(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The conditions that hold while tasks run, by their bits; tasks of the ``guard`` run anyway."""
+    """What is known while tasks run.
+
+    Attributes:
+      conditions: those of guards, by their bits.
+      guard: tasks with this one run anyway.
+      numbers: those of dynamic rows.
+    """
 
     conditions: Mapping[int, Any] = MappingProxyType({})
     guard: int = ALWAYS
+    numbers: Mapping[Numbers, jax.Array] = MappingProxyType({})
+
+    def bound(self, region: Region) -> Region:
+        """A region with known numbers."""
+        return region.bound(self.numbers)
 
     def holds(self, guard: int) -> Any:
         """Whether one of the conditions of a guard holds."""
@@ -113,7 +128,9 @@ class Context(NamedTuple):
 
     def inside(self, guard: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
         """The context of tasks within a task of this guard."""
-        return Context({**self.conditions, **conditions} if conditions else self.conditions, guard)
+        return self._replace(
+            conditions={**self.conditions, **conditions} if conditions else self.conditions, guard=guard
+        )
 
 
 def _bits(guard: int) -> Iterator[int]:
@@ -136,15 +153,15 @@ class Task(NamedTuple):
     def run(self, context: Context, values: Values) -> None:
         """Evaluates the task."""
         with self.eqn.source.scope():
-            operands = [read.of(values) if isinstance(read, Read) else None for read in self.reads]
+            operands = [read.bound(context).of(values) if isinstance(read, Read) else None for read in self.reads]
             beside = next((x for x in operands if isinstance(x, jax.Array)), None)
             for place, read in enumerate(self.reads):
                 if read is not None and not isinstance(read, Read):
-                    operands[place] = read.of(values, beside)
+                    operands[place] = read.bound(context).of(values, beside)
             outs = self.apply(context, operands)
         for write, out in zip(self.writes, outs, strict=True):
             if write is not None:
-                values.write(*write, out)
+                values.write(write[0], context.bound(write[1]), out)
 
     @property
     def read_numbers(self) -> Iterable[int]:
@@ -177,7 +194,7 @@ class Schedule(NamedTuple):
     def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
         """Evaluates the tasks, given the inputs, and returns the outputs."""
         self.run_except((), values, context)
-        return [Read(*output).of(values) for output in self.outputs]
+        return [Read(*output).bound(context).of(values) for output in self.outputs]
 
     def run_except(self, postponed: Collection[int], values: Values, context: Context) -> dict[int, Any]:
         """Evaluates the tasks, given the inputs, except those at these positions.
@@ -240,7 +257,7 @@ class Schedule(NamedTuple):
         tasks = [self.tasks[i] for i in postponed]
         inside = _inside(tasks, values, outputs)
         _run_all(tasks, inside, context.inside(guard), None)
-        return [Read(*output).of(inside) for output in outputs]
+        return [Read(*output).bound(context).of(inside) for output in outputs]
 
 
 def _inside(tasks: Sequence[Task], values: Values, outputs: Sequence[tuple[Any, Region]] = ()) -> Values:
@@ -268,7 +285,8 @@ def _run_if(condition: Any, tasks: Sequence[Task], values: Values, context: Cont
 
     Returns the condition as a result of the tasks.
     """
-    writes = [write for task in tasks for write in task.writes if write is not None and write[0] in outside]
+    each = (write for task in tasks for write in task.writes if write is not None)
+    writes = [(number, context.bound(region)) for number, region in each if number in outside]
 
     def run() -> tuple[list[Any], Any]:
         inside = _inside(tasks, values)

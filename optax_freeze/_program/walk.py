@@ -34,6 +34,7 @@ from optax_freeze._program.regions import (
 )
 from optax_freeze._program.tasks import (
     ALWAYS,
+    Context,
     Read,
     Schedule,
     Task,
@@ -343,9 +344,14 @@ class Walk:
         if found is None:
             self.everything(eqn, wanted, without_rule=partial)
         else:
-            self._compute(eqn, found, found.outputs or regions, guard)
+            self._compute(eqn, found, regions, guard, several=True)
 
-    def _compute(self, eqn: Equation, found: Any, regions: Sequence[Region | None], guard: int) -> None:
+    def _compute(
+        self, eqn: Equation, found: Computation, asked: Sequence[Region | None], guard: int, several: bool = False
+    ) -> None:
+        """The task that computes regions of results; of ``several`` more regions than are asked, if the rule does."""
+        regions = found.outputs if several and found.outputs else asked
+        is_named = any(isinstance(region, DynamicRows) for region in asked)
         if any(region not in (None, EVERYTHING) for region in regions):
             is_whole_piece = eqn.primitive is jax.lax.pad_p and found.regions[0] is EVERYTHING
             self.record(eqn, "everything" if is_whole_piece else "rows")
@@ -353,7 +359,11 @@ class Walk:
         writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
 
         shares = [0.0 if r is None else r.share(v.shape) for r, v in zip(regions, eqn.avals_out, strict=True)]
-        apply = lambda _, operands: found.apply(*operands)  # noqa: E731
+
+        def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
+            known = computation(eqn, [r and context.bound(r) for r in asked]) if is_named else found
+            return known.apply(*operands)  # type: ignore[union-attr]
+
         self.add(Task(eqn, reads, writes, apply, guard, max(shares, default=1.0)))
 
     def everything(self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool) -> None:
@@ -440,6 +450,10 @@ class LateRead(NamedTuple):
     def wanted(self) -> Sequence[tuple[int, Region]]:
         """The regions of stored values that are read."""
         return [(n, region) for n, wanted in self.given.items() for region in wanted]
+
+    def bound(self, context: Context) -> "LateRead":
+        """The same read of a region with known numbers."""
+        return self._replace(read=self.read.bound(context))
 
     def of(self, values: Values, beside: Any = None) -> Any:
         """What is read; ``beside``: another operand of the operation that reads it."""

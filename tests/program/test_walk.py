@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values, covering, is_scattered, is_whole
+from optax_freeze._program.regions import (
+    EVERYTHING,
+    DynamicRows,
+    Numbers,
+    Rows,
+    Values,
+    covering,
+    is_scattered,
+    is_whole,
+)
 from optax_freeze._program.tasks import ALWAYS, Context, new_guards, one_region
 from optax_freeze._program.trace import flatten
 from optax_freeze._program.walk import schedule
@@ -32,6 +41,25 @@ def asked(program, *regions_and_guards):
 
 def names(tasks):
     return [task.eqn.primitive.name for task in tasks]
+
+
+def _steps(w):
+    """One row of the result for each step."""
+    return lax.scan(lambda carry, row: (carry + row.sum(), row * carry), jnp.float32(1), w)[1]
+
+
+def _loop(w):
+    """All rows in each step."""
+    return lax.scan(lambda w, _: (jnp.sin(w) * 2, None), w, length=3)[0]
+
+
+FUNCTIONS_OF_ROWS = [
+    lambda w: jnp.zeros((6, 4)).at[jnp.array([5, 3, 3, 2])].add(jnp.tanh(w[:4])),
+    lambda w: jnp.concatenate([jnp.sin(w[:2]), jnp.pad(w[4:], ((1, 1), (0, 0)))]) + w.reshape(2, 3, 4).reshape(6, 4),
+    _loop,
+    _steps,
+    lambda w: lax.cond(w[0, 0] > 1, lambda w: w + 1, lambda w: jnp.cos(w @ w.T) @ w, w),
+]
 
 
 class TestGuards:
@@ -207,6 +235,19 @@ class TestRegions:
         place, _ = region.find(jnp.array([0]), 4)
         written = region.take(W[:4]).at[place].set(7.0)
         np.testing.assert_array_equal(region.joined(written, 4), region.take(W[:4].at[0].set(7.0)))
+
+    @pytest.mark.parametrize("fun", FUNCTIONS_OF_ROWS, ids=["lookups", "pieces", "loop", "steps", "branch"])
+    def test_a_plan_has_the_name_of_numbers_that_are_known_when_it_is_evaluated(self, fun):
+        program = program_of(fun, W)
+        name = Numbers("the trainable rows", 2)
+        region = DynamicRows(0, name).clamped(6)
+        assert region == DynamicRows(0, Numbers("the trainable rows", 2)).clamped(6)
+        assert region != DynamicRows(0, Numbers("others", 2)).clamped(6)
+        found = schedule(program, asked(program, (region, ALWAYS)))
+        for numbers in ([0, 3], [2, 5]):
+            context = Context(numbers={name: jnp.array(numbers, jnp.int32)})
+            [rows] = found.run(Values({0: W}), context)
+            np.testing.assert_allclose(rows, fun(W)[np.array(numbers)], rtol=1e-6)
 
     def test_covering(self):
         shape, other = (6, 4), DynamicRows(0, jnp.array([0]))

@@ -1,0 +1,85 @@
+"""The program of a function's outputs and its gradient, of which only the wanted regions are computed."""
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from optax_freeze._gradient.unknown_derivative import refuse_unknown
+from optax_freeze._program.dependence import divided
+from optax_freeze._program.regions import EVERYTHING, Region, Values
+from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
+from optax_freeze._program.trace import Program
+from optax_freeze._program.walk import schedule
+
+NOW = Context()
+"""Without guards and dynamic rows."""
+
+
+@jax.tree_util.register_static
+class GradientProgram:
+    """The tasks that compute the outputs of a function and regions of its gradient.
+
+    They can be evaluated together, or the outputs first and the gradient later: the forward pass then evaluates what
+    does not depend on the cotangents.
+
+    Attributes:
+      schedule: the tasks, whose first ``outs`` outputs are those of the function, and the others gradients.
+      cotangents: the inputs that are cotangents of the outputs; none if the gradient has none.
+    """
+
+    def __init__(self, schedule: Schedule, outs: int, cotangents: Collection[int] = ()) -> None:
+        self.schedule, self.outs, self.cotangents = schedule, outs, cotangents
+
+    @property
+    def gradients(self) -> Sequence[tuple[Any, Region]]:
+        """The values that are gradients, and the regions of them that are computed."""
+        return self.schedule.outputs[self.outs :]
+
+    def both(self, values: Values, context: Context = NOW) -> tuple[list[Any], list[Any]]:
+        """The outputs and the gradients, given the inputs."""
+        found = self.schedule.run(values, context)
+        return found[: self.outs], found[self.outs :]
+
+    def forward(self, values: Values, context: Context = NOW) -> tuple[list[Any], list[Any]]:
+        """The outputs, given the inputs except cotangents, and what the backward pass reads beside these."""
+        tasks, _, stored = self._divided
+        for task in tasks:
+            task.run(context, values)
+        outs = [Read(*out).bound(context).of(values) for out in self.schedule.outputs[: self.outs]]
+        return outs, [values.read(number, context.bound(region)) for number, region in stored]
+
+    def backward(self, values: Values, residuals: Sequence[Any], context: Context = NOW) -> list[Any]:
+        """The gradients, given all inputs and what :meth:`forward` stored."""
+        _, tasks, stored = self._divided
+        for (number, region), array in zip(stored, residuals, strict=True):
+            values.write(number, context.bound(region), array)
+        for task in tasks:
+            task.run(context, values)
+        return [Read(*gradient).bound(context).of(values) for gradient in self.gradients]
+
+    @functools.cached_property
+    def _divided(self) -> tuple[list[Task], list[Task], list[tuple[int, Region]]]:
+        return divided(self.schedule.tasks, self.cotangents, (value for value, _ in self.gradients))
+
+
+def gradient_program(
+    program: Program,
+    count: int,
+    wanted: Sequence[tuple[int, Region, int]],
+    cotangents: Collection[int] = (),
+    log: Any = None,
+) -> GradientProgram:
+    """The outputs of a program, of which the last ones, ``count`` of them, are gradients.
+
+    Of these only regions are ``wanted``, each with its place among the gradients and its guard.
+
+    Raises:
+      ValueError: if one of the gradients is not known.
+    """
+    outs = len(program.outputs) - count
+    grads = [(program.outputs[outs + place], region, guard) for place, region, guard in wanted]
+    refuse_unknown(program, [(x, region) for x, region, _ in grads])
+    value = [(x, EVERYTHING, ALWAYS) for x in program.outputs[:outs]]
+    return GradientProgram(schedule(program, [*value, *grads], log), outs, cotangents)
