@@ -561,7 +561,8 @@ _BY_FILE = {
         (">= other.count) or not np.array_equal(", ">= other.count) or np.array_equal([], ", "-k TestRegions"),
         ("len(found) > 1 and math.fsum(region.share(shape) for region in found) >= 1", "False", "-k covering"),
         ("rows[region.axis] | region if region.axis in rows else region", "region", "-k covering"),
-        ("self.axis, id(self.numbers), self.steps", "self.axis, id(self.numbers)", "-k dynamic_rows_out"),
+        ("else id(self.numbers), self.steps", "else id(self.numbers), 0", "-k dynamic_rows_out"),
+        ("self.numbers if isinstance(self.numbers, Numbers) else id", "id", "-k name_of_numbers"),
         ("        if not self._is_clamped:", "        if True:", "-k equal_rows"),
         (
             "is_unique=not exist",
@@ -579,6 +580,7 @@ _BY_FILE = {
     ],
     ("_program/walk.py", "tests/gradient/test_from_the_host.py"): [
         ("and found.regions[0] is EVERYTHING", "and False", "tests/gradient/test_explain.py -k one_by_one"),
+        ("for r in asked]) if is_named else found", "for r in asked]) if False else found", "tests/program -k name_of"),
         ("if without_rule and eqn.primitive is jax.lax.top_k_p:", "if False:", "tests/fuzz -k largest"),
         ("_NEARLY_WHOLE = 0.95", "_NEARLY_WHOLE = 0.98", "tests/fuzz -k maxima"),
         ("            is_few &= sum(", "            is_few |= sum(", "tests/gradient/test_cost.py -k tree_of_slices"),

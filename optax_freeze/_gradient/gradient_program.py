@@ -47,7 +47,7 @@ class GradientProgram:
         tasks, _, stored = self._divided
         for task in tasks:
             task.run(context, values)
-        outs = [Read(*out).bound(context).of(values) for out in self.schedule.outputs[: self.outs]]
+        outs = [Read(*out).of(values, context) for out in self.schedule.outputs[: self.outs]]
         return outs, [values.read(number, context.bound(region)) for number, region in stored]
 
     def backward(self, values: Values, residuals: Sequence[Any], context: Context = NOW) -> list[Any]:
@@ -57,7 +57,7 @@ class GradientProgram:
             values.write(number, context.bound(region), array)
         for task in tasks:
             task.run(context, values)
-        return [Read(*gradient).bound(context).of(values) for gradient in self.gradients]
+        return [Read(*gradient).of(values, context) for gradient in self.gradients]
 
     @functools.cached_property
     def _divided(self) -> tuple[list[Task], list[Task], list[tuple[int, Region]]]:

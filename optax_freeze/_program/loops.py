@@ -75,7 +75,7 @@ def cond(walk: "Walk", eqn: Equation, found: Branches, wanted: Sequence[Any]) ->
         def run(branch: Schedule) -> list[Any]:
             values = Values()
             for (place, read), x in zip(reads, operands[1:], strict=True):
-                _pass_on(values, place, read.bound(context), x)
+                _pass_on(values, place, read, x, context)
             return branch.run(values, context.inside(guard))
 
         return jax.lax.switch(operands[0], [functools.partial(run, branch) for branch in branches])
@@ -92,10 +92,10 @@ def _reads(walk: "Walk", value: Any, aval: Any, wanted: Collection[Region], is_l
     return [Read(value, region) for region in covering(list(dict.fromkeys(wanted)), aval.shape)] if wanted else []
 
 
-def _pass_on(values: Values, place: int, read: Any, x: Any) -> None:
+def _pass_on(values: Values, place: int, read: Any, x: Any, context: Context) -> None:
     """Stores what was read of an operand among the values of a step or a branch."""
     if isinstance(read, Read):
-        values.write(place, read.region, x)
+        values.write(place, context.bound(read.region), x)
     else:
         values.write(place, EVERYTHING, x.inside() if isinstance(x, Unread) else x)
 
@@ -344,7 +344,7 @@ class _Segment:
             values = Values()
             for place, read, x in given:
                 if place < first:
-                    _pass_on(values, place, read.bound(context), x)
+                    _pass_on(values, place, read, x, context)
                 elif place >= last:
                     values.write(place, EVERYTHING, rows[place] if place in rows else self._row_of(place, x, i))
             for (place, read), part in zip(carried, carry, strict=True):

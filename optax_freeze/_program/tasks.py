@@ -82,18 +82,14 @@ class Read(NamedTuple):
         """The regions of stored values that are read."""
         return [(self.value, self.region)] if isinstance(self.value, int) else []
 
-    def bound(self, context: "Context") -> "Read":
-        """The same read of a region with known numbers."""
-        return self._replace(region=context.bound(self.region))
-
-    def of(self, values: Values, _: Any = None) -> Any:
+    def of(self, values: Values, context: "Context", _: Any = None) -> Any:
         """What is read."""
         if not isinstance(self.value, int):
             return self.value.val
         if self.in_place:
             assert isinstance(self.region, Rows)
             return values.read_run(self.value, self.region)
-        return values.read(self.value, self.region, self.at_once)
+        return values.read(self.value, context.bound(self.region), self.at_once)
 
 
 class Context(NamedTuple):
@@ -128,9 +124,7 @@ class Context(NamedTuple):
 
     def inside(self, guard: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
         """The context of tasks within a task of this guard."""
-        return self._replace(
-            conditions={**self.conditions, **conditions} if conditions else self.conditions, guard=guard
-        )
+        return Context({**self.conditions, **conditions} if conditions else self.conditions, guard, self.numbers)
 
 
 def _bits(guard: int) -> Iterator[int]:
@@ -153,11 +147,11 @@ class Task(NamedTuple):
     def run(self, context: Context, values: Values) -> None:
         """Evaluates the task."""
         with self.eqn.source.scope():
-            operands = [read.bound(context).of(values) if isinstance(read, Read) else None for read in self.reads]
+            operands = [read.of(values, context) if isinstance(read, Read) else None for read in self.reads]
             beside = next((x for x in operands if isinstance(x, jax.Array)), None)
             for place, read in enumerate(self.reads):
                 if read is not None and not isinstance(read, Read):
-                    operands[place] = read.bound(context).of(values, beside)
+                    operands[place] = read.of(values, context, beside)
             outs = self.apply(context, operands)
         for write, out in zip(self.writes, outs, strict=True):
             if write is not None:
@@ -194,7 +188,7 @@ class Schedule(NamedTuple):
     def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
         """Evaluates the tasks, given the inputs, and returns the outputs."""
         self.run_except((), values, context)
-        return [Read(*output).bound(context).of(values) for output in self.outputs]
+        return [Read(*output).of(values, context) for output in self.outputs]
 
     def run_except(self, postponed: Collection[int], values: Values, context: Context) -> dict[int, Any]:
         """Evaluates the tasks, given the inputs, except those at these positions.
@@ -257,7 +251,7 @@ class Schedule(NamedTuple):
         tasks = [self.tasks[i] for i in postponed]
         inside = _inside(tasks, values, outputs)
         _run_all(tasks, inside, context.inside(guard), None)
-        return [Read(*output).bound(context).of(inside) for output in outputs]
+        return [Read(*output).of(inside, context) for output in outputs]
 
 
 def _inside(tasks: Sequence[Task], values: Values, outputs: Sequence[tuple[Any, Region]] = ()) -> Values:

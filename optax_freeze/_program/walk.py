@@ -357,7 +357,6 @@ class Walk:
             self.record(eqn, "everything" if is_whole_piece else "rows")
         reads = [None if r is None else Read(v, r) for v, r in zip(eqn.inputs, found.regions, strict=True)]
         writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
-
         shares = [0.0 if r is None else r.share(v.shape) for r, v in zip(regions, eqn.avals_out, strict=True)]
 
         def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
@@ -451,14 +450,10 @@ class LateRead(NamedTuple):
         """The regions of stored values that are read."""
         return [(n, region) for n, wanted in self.given.items() for region in wanted]
 
-    def bound(self, context: Context) -> "LateRead":
-        """The same read of a region with known numbers."""
-        return self._replace(read=self.read.bound(context))
-
-    def of(self, values: Values, beside: Any = None) -> Any:
+    def of(self, values: Values, context: Context, beside: Any = None) -> Any:
         """What is read; ``beside``: another operand of the operation that reads it."""
         number, region, in_place, _ = self.read
-        region = EVERYTHING if in_place else region
+        region = EVERYTHING if in_place else context.bound(region)
         values = values.only(self.given)
         values.beside = beside
         if not self.program.eqns:
