@@ -34,7 +34,7 @@ from optax_freeze._program.tasks import ALWAYS, Context, Schedule
 from optax_freeze._program.trace import is_inexact
 from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced
 from optax_freeze._program.walk import schedule
-from optax_freeze._spec.memory_kinds import is_on_host, to_device
+from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.partition import assemble, put_part
 from optax_freeze._spec.selection import RowSelection
 from optax_freeze._spec.tree import PyTree, Rest
@@ -175,11 +175,13 @@ class _Call:
         values = self._values(gradient, [*self.given(inputs, True), *inputs.others, *cotangents])
         grads = iter(gradient.backward(values, stored, self._context(inputs)))
         found = _Inputs([], [], [[None] * len(each) for each in inputs.numbers], [])
-        marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, strict=True)
-        for leaf, in_rows, in_array, numbers in marks:
+        marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, inputs.arrays, strict=True)
+        for leaf, in_rows, in_array, numbers, given in marks:
             grad = next(grads) if in_rows or in_array else None
             rows, array = grad, None
-            if in_array:
+            if leaf is None:  # frozen as a whole, in host memory
+                array = grad
+            elif in_array:
                 selection = leaf.with_numbers(numbers)
                 part = selection.take(grad)
                 frozen = dataclasses.replace(part, values=jnp.zeros_like(part.values))
@@ -187,7 +189,7 @@ class _Call:
             elif in_rows:
                 rows = zero_outside(leaf.with_numbers(numbers), grad)
             found.rows.append(rows if in_rows else None)
-            found.arrays.append(array)
+            found.arrays.append(array if array is None else to_memory_of(given, array))
         found.others.extend(next(grads) if here else None for here in perturbed.others)
         return found
 

@@ -465,6 +465,18 @@ def test_derivatives_of_other_kinds():
     assert_equal_up_to_rounding(jax.jit(of)(rest), jax.jit(of)(on_device))
 
 
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eagerly", "jitted"])
+def test_the_gradient_of_what_is_frozen_is_on_the_host_too(run):
+    """Whoever differentiates with respect to the rest, too, gets what JAX gives: a gradient beside each array."""
+    of_both = jax.grad(lambda trainable, rest: fz.restrict(scan, rest)(trainable, X), argnums=(0, 1))
+    (trainable, on_host), (_, on_device) = (parts(SPECS["last layer"] | {"up": True}, here) for here in (True, False))
+    of_trainable, of_rest = run(of_both)(trainable, on_host)
+    assert jax.tree.map(lambda x: x.sharding.memory_kind, of_rest) == jax.tree.map(
+        lambda x: x.sharding.memory_kind, on_host
+    )
+    assert_equal_up_to_rounding((of_trainable, jax.device_get(of_rest)), jax.device_get(of_both(trainable, on_device)))
+
+
 def test_rows_that_are_values_of_the_program_beside_a_base_on_the_host():
     frozen = {"up": True, "down": True, "scale": True, "head": True}
     frozen |= dict.fromkeys(("lora_a", "lora_b"), ~fz.rows(jnp.array([1, 3])))
