@@ -418,9 +418,6 @@ _BY_FILE = {
     ("_program/decisions.py", "tests/gradient/test_repeated.py"): [
         ("decides(eqn) or (any(marks) and is_cheap(eqn))", "False", "-k 'max or a_loop'"),
     ],
-    ("_program/regions.py", "tests/gradient/test_repeated.py"): [
-        ("len(self.runs) <= _FEW and not at_once", "len(self.runs) <= _FEW", "-k cummax"),
-    ],
     ("_program/dependence.py", "tests/precompute"): [
         ("[:: -1 if loop.reverse else 1]", "", "-k counts_with_its_length"),
         ("            found.add(key)\n", "", "-k long_chain"),

@@ -29,8 +29,8 @@ class Region:
     axis: int = -1
     count: int = 0
 
-    def take(self, array: Any, at_once: bool = False) -> Any:
-        """This part of a whole array; ``at_once``: cut by one operation."""
+    def take(self, array: Any) -> Any:
+        """This part of a whole array."""
         return array
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ class Rows(_SomeRows):
         i = i if jnp.issubdtype(i.dtype, jnp.signedinteger) and i.dtype.itemsize >= 4 else i.astype(jnp.int32)
         return i - start, start == 0
 
-    def take(self, array: Any, at_once: bool = False) -> Any:
+    def take(self, array: Any) -> Any:
         shape = jnp.shape(array)
         if self.count == shape[self.axis]:
             return array
@@ -184,7 +184,7 @@ class Rows(_SomeRows):
                 return cut(0, 0)
             if self.step is not None:
                 return cut(int(self.numbers[0]), int(self.numbers[-1]) + 1, self.step)
-            if len(self.runs) <= _FEW and not at_once:
+            if len(self.runs) <= _FEW:
                 return jnp.concatenate([cut(start, stop) for start, stop in self.runs], self.axis)
             return get_rows(self.axis, self.indices, array, exist=True)
 
@@ -274,7 +274,7 @@ class DynamicRows(_SomeRows):
     def _is_clamped(self) -> bool:
         return any(step[0] == "clamped" for step in self.steps)
 
-    def take(self, array: Any, at_once: bool = False) -> Any:
+    def take(self, array: Any) -> Any:
         array = jnp.asarray(array)
         sharding = explicit_sharding(array, self.shape(array.shape))
         exist = self._is_clamped
@@ -462,8 +462,8 @@ class Values:
         """Whether any region of a value is stored."""
         return number in self._stored
 
-    def read(self, number: int, region: Region, at_once: bool = False) -> Any:
-        """A region of a value, which is stored or part of one that is; ``at_once``: cut by one operation."""
+    def read(self, number: int, region: Region) -> Any:
+        """A region of a value, which is stored or part of one that is."""
         stored = self._stored[number]
         if isinstance(stored.get(EVERYTHING), Unread) and region is not LAZY:
             return stored[EVERYTHING].read(region, self.beside)
@@ -473,7 +473,7 @@ class Values:
         if other == region:
             return stored[other]
         positions = region if other is EVERYTHING else region.within(other)  # type: ignore[attr-defined]
-        return positions.take(stored[other], at_once)
+        return positions.take(stored[other])
 
     def read_run(self, number: int, rows: Rows) -> tuple[Any, int]:
         """An array with these consecutive first-axis rows, not cut, and the number of its first row."""

@@ -66,16 +66,11 @@ def one_region(wanted: Iterable[Region], shape: Sequence[int]) -> Region | None:
 
 
 class Read(NamedTuple):
-    """A region that a task reads; ``in_place``: an array with these rows, not cut, and the number of its first row.
-
-    ``at_once``: several runs of rows are read by a gather. Around slices that are joined, a compiler computes what is
-    cut again for each of them.
-    """
+    """A region that a task reads; ``in_place``: an array with these rows, not cut, and the number of its first row."""
 
     value: Any  # a number, or a literal
     region: Region
     in_place: bool = False
-    at_once: bool = False
 
     @property
     def wanted(self) -> Sequence[tuple[int, Region]]:
@@ -89,7 +84,7 @@ class Read(NamedTuple):
         if self.in_place:
             assert isinstance(self.region, Rows)
             return values.read_run(self.value, self.region)
-        return values.read(self.value, context.bound(self.region), self.at_once)
+        return values.read(self.value, context.bound(self.region))
 
 
 class Context(NamedTuple):

@@ -152,7 +152,7 @@ class Walk:
     def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
         """The read of a region of a value, which is computed where it is read if it is late."""
         value, region = self.operand(value, region)
-        read = Read(value, region, in_place, at_once=isinstance(value, int) and value in self.decisive)
+        read = Read(value, region, in_place)
         if region is not LAZY and (self.late is None or value not in self.late):
             return read
         made_by = self.program.made_by if self.late is None else self.late.made_by
@@ -452,7 +452,7 @@ class LateRead(NamedTuple):
 
     def of(self, values: Values, context: Context, beside: Any = None) -> Any:
         """What is read; ``beside``: another operand of the operation that reads it."""
-        number, region, in_place, _ = self.read
+        number, region, in_place = self.read
         region = EVERYTHING if in_place else context.bound(region)
         values = values.only(self.given)
         values.beside = beside
