@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from optax_freeze._program.regions import EVERYTHING, Region, Values, numbers_of, region_of, zero_outside
+from optax_freeze._program.regions import EVERYTHING, Region, Values, names_of, numbers_of, region_of, zero_outside
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
@@ -80,9 +80,10 @@ def value_and_grad_of_plan(
     if (dense.on_host or any(isinstance(selection, RowSelection) for selection in parts)) and dense.trace():
         from optax_freeze._program.tasks import ALWAYS, Context
 
-        numbers = numbers_of(dict(enumerate(parts)))
-        leaves = enumerate(zip(parts, dense.leaves, strict=True))
-        program = dense.program([(n, region_of_leaf(*each, n), ALWAYS) for n, each in leaves])
+        names = names_of(parts)
+        each = enumerate(zip(parts, dense.leaves, names, strict=True))
+        program = dense.program([(place, region_of_leaf(*leaf), ALWAYS) for place, leaf in each])
+        numbers = numbers_of(dict(zip(names, parts, strict=True)))
         outs, found = program.both(Values(dense.inputs), Context(numbers=numbers))
         value, grads = dense.traced.result([*outs, *found])
         grads = map(as_part, parts, dense.leaves, grads)

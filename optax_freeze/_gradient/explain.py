@@ -253,8 +253,7 @@ def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> l
     from optax_freeze._program.walk import schedule
 
     log: list[tuple[Equation, Any]] = []
-    with jax.ensure_compile_time_eval():
-        schedule(program._replace(on_host=on_host), [(*each, ALWAYS) for each in wanted], log)
+    schedule(program._replace(on_host=on_host), [(*each, ALWAYS) for each in wanted], log)
     return log
 
 

@@ -4,12 +4,10 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
-
 from optax_freeze._gradient.unknown_derivative import refuse_unknown
 from optax_freeze._program.dependence import divided
 from optax_freeze._program.regions import EVERYTHING, Region, Values
-from optax_freeze._program.tasks import ALWAYS, Context, Read, Schedule, Task
+from optax_freeze._program.tasks import ALWAYS, Context, Schedule, Task, read_all
 from optax_freeze._program.trace import Program
 from optax_freeze._program.walk import schedule
 
@@ -17,7 +15,6 @@ NOW = Context()
 """Without guards and dynamic rows."""
 
 
-@jax.tree_util.register_static
 class GradientProgram:
     """The tasks that compute the outputs of a function and regions of its gradient.
 
@@ -45,19 +42,21 @@ class GradientProgram:
     def forward(self, values: Values, context: Context = NOW) -> tuple[list[Any], list[Any]]:
         """The outputs, given the inputs except cotangents, and what the backward pass reads beside these."""
         tasks, _, stored = self._divided
+        self.schedule.fill(values)
         for task in tasks:
             task.run(context, values)
-        outs = [Read(*out).of(values, context) for out in self.schedule.outputs[: self.outs]]
+        outs = read_all(self.schedule.outputs[: self.outs], values, context)
         return outs, [values.read(number, context.bound(region)) for number, region in stored]
 
     def backward(self, values: Values, residuals: Sequence[Any], context: Context = NOW) -> list[Any]:
         """The gradients, given all inputs and what :meth:`forward` stored."""
         _, tasks, stored = self._divided
+        self.schedule.fill(values)
         for (number, region), array in zip(stored, residuals, strict=True):
             values.write(number, context.bound(region), array)
         for task in tasks:
             task.run(context, values)
-        return [Read(*gradient).of(values, context) for gradient in self.gradients]
+        return read_all(self.gradients, values, context)
 
     @functools.cached_property
     def _divided(self) -> tuple[list[Task], list[Task], list[tuple[int, Region]]]:
@@ -65,11 +64,7 @@ class GradientProgram:
 
 
 def gradient_program(
-    program: Program,
-    count: int,
-    wanted: Sequence[tuple[int, Region, int]],
-    cotangents: Collection[int] = (),
-    log: Any = None,
+    program: Program, count: int, wanted: Sequence[tuple[int, Region, int]], cotangents: Collection[int] = ()
 ) -> GradientProgram:
     """The outputs of a program, of which the last ones, ``count`` of them, are gradients.
 
@@ -82,4 +77,4 @@ def gradient_program(
     grads = [(program.outputs[outs + place], region, guard) for place, region, guard in wanted]
     refuse_unknown(program, [(x, region) for x, region, _ in grads])
     value = [(x, EVERYTHING, ALWAYS) for x in program.outputs[:outs]]
-    return GradientProgram(schedule(program, [*value, *grads], log), outs, cotangents)
+    return GradientProgram(schedule(program, [*value, *grads]), outs, cotangents)

@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.dense_gradient import DenseGradient, as_part, region_of_leaf, value_and_grad_of_plan
-from optax_freeze._program.regions import Values, numbers_of
+from optax_freeze._program.regions import Values, names_of, numbers_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of, elements, rows
 from optax_freeze._spec.resolve import make_plan
@@ -106,22 +106,23 @@ class GradientOfGroups:
     """
 
     def __init__(self, dense: DenseGradient, spec: GroupSpec) -> None:
-        from optax_freeze._program.tasks import ALWAYS, Context, Read, new_guards  # loads jax.extend: slow
+        from optax_freeze._program.tasks import ALWAYS, Context, new_guards, read_all  # loads jax.extend: slow
 
         self._dense, self._spec = dense, spec
         self._owners = [*new_guards(len(spec.names)), ALWAYS]
         place_of = {i: place for place, i in enumerate(dense.trains)}
         owned = {(n, i): its for n, own in enumerate(spec.owned) for i, its in own.items()}
+        names = names_of(owned.values())
         wanted = [
-            (place_of[i], region_of_leaf(its, dense.values[i], (n, i)), self._owners[n])
-            for (n, i), its in owned.items()
+            (place_of[i], region_of_leaf(its, dense.values[i], name), self._owners[n])
+            for name, ((n, i), its) in zip(names, owned.items(), strict=True)
         ]
         program = dense.program(wanted)
         self._schedule, self._values, left = program.schedule, Values(dense.inputs), iter(program.gradients)
         self._grads = [[*itertools.islice(left, len(own))] for own in spec.owned]
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
         conditions = dict(zip(self._owners, self._trains, strict=False))
-        self._context = Context(conditions, numbers=numbers_of(owned))
+        self._context = Context(conditions, numbers=numbers_of(dict(zip(names, owned.values(), strict=True))))
         numbers = [{place_of[i] for i in own} for own in spec.owned]
         self._postponed = self._schedule.postponable(dict(zip(self._owners[:-1], numbers, strict=False)))
         postponed = {i for each in self._postponed.values() for i in each}
@@ -130,7 +131,7 @@ class GradientOfGroups:
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
             for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
         ]
-        outs = [Read(*output).of(self._values, self._context) for output in self._schedule.outputs[: program.outs]]
+        outs = read_all(self._schedule.outputs[: program.outs], self._values, self._context)
         self.value = dense.traced.result([*outs, *[None] * len(dense.leaves)])[0]
 
     def of_group(self, n: int) -> dict[int, Any]:

@@ -24,6 +24,7 @@ from optax_freeze._program.regions import (
     EVERYTHING,
     Values,
     cast_to_vary,
+    names_of,
     numbers_of,
     region_of,
     varies,
@@ -103,6 +104,7 @@ class _Call:
     """One call of a function of leaves that are frozen by rows or in host memory.
 
     Attributes:
+      names: of the dynamic rows of each leaf.
       leaves: the types of the leaves that are frozen by rows, in parts; None for others.
       others: the numbers of the other tracers that the function reads.
       fun: the function, during a call of it: JAX keeps a custom derivative longer than tracers that this may hold.
@@ -112,6 +114,7 @@ class _Call:
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         in_rows = [x if isinstance(x, LeafInRows) else None for x in leaves]
+        self.names = names_of(x and x.selection for x in in_rows)
         self.leaves, structs = jax.eval_shape(types_of, in_rows)
         self.structs = [as_argument(x) if struct is None else struct for x, struct in zip(leaves, structs, strict=True)]
         self.traced = Traced(fun, self.structs)
@@ -165,14 +168,14 @@ class _Call:
     def forward(self, inputs: _Inputs, perturbed: _Inputs) -> tuple[list[Any], Any]:
         """The outputs, and what the backward pass reads beside the inputs."""
         gradient = self._gradient(perturbed, inputs.others)
-        values = self._values(gradient, [*self.given(inputs), *inputs.others])
+        values = Values(dict(enumerate([*self.given(inputs), *inputs.others])))
         outs, stored = gradient.forward(values, self._context(inputs))
         return outs, (_Backward(gradient, perturbed), stored)
 
     def backward(self, inputs: _Inputs, residuals: Any, cotangents: Sequence[Any]) -> _Inputs:
         """The cotangents of the perturbed inputs, given those of the outputs."""
         (gradient, perturbed), stored = residuals
-        values = self._values(gradient, [*self.given(inputs, True), *inputs.others, *cotangents])
+        values = Values(dict(enumerate([*self.given(inputs, True), *inputs.others, *cotangents])))
         grads = iter(gradient.backward(values, stored, self._context(inputs)))
         found = _Inputs([], [], [[None] * len(each) for each in inputs.numbers], [])
         marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, inputs.arrays, strict=True)
@@ -193,12 +196,9 @@ class _Call:
         found.others.extend(next(grads) if here else None for here in perturbed.others)
         return found
 
-    def _values(self, gradient: GradientProgram, given: Sequence[Any]) -> Values:
-        return Values(gradient.schedule.program.consts | dict(enumerate(given)))
-
     def _context(self, inputs: _Inputs) -> Context:
-        each = zip(self.leaves, inputs.numbers, strict=True)
-        return Context(numbers=numbers_of({i: x.with_numbers(its) for i, (x, its) in enumerate(each) if x}))
+        each = zip(self.names, self.leaves, inputs.numbers, strict=True)
+        return Context(numbers=numbers_of({name: x.with_numbers(its) for name, x, its in each if x}))
 
     def _gradient(self, perturbed: _Inputs, others: Sequence[Any]) -> GradientProgram:
         """Traces the outputs and the gradients with respect to what is perturbed.
@@ -255,8 +255,8 @@ class _Call:
                 return as_traced(evaluate_program(ClosedJaxpr(of_vjp.jaxpr, consts), *arrays))
 
             traced = Traced(with_others, inputs)
-        leaves = enumerate(zip(self.leaves, perturbed.rows, perturbed.arrays, strict=True))
-        regions = [EVERYTHING if b else region_of(x.selection, i) for i, (x, a, b) in leaves if a or b]
+        leaves = zip(self.names, self.leaves, perturbed.rows, perturbed.arrays, strict=True)
+        regions = [EVERYTHING if b else region_of(x.selection, name) for name, x, a, b in leaves if a or b]
         regions += [EVERYTHING for here in perturbed.others if here]
         program = traced.program._replace(on_host=self.program.on_host)
         of_cotangents = range(len(of_leaf) + len(others), program.num_inputs)

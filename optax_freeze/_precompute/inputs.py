@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, is_int, type_error, value_error
-from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, region_of
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowIndex
 from optax_freeze._spec.tree import Part, name_of
@@ -65,7 +65,7 @@ def parameters(plan: Plan, values: Sequence[Any]) -> list[Input]:
             is_key = leaf.dtype is not None and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             why, trainable = f"{leaf.path}, a random key among the parameters" if is_key else "", None
         elif isinstance(selection, RowIndex):
-            trainable = region_of(selection, i)
+            trainable = Rows(selection.axis, selection.numbers)
         found.append(Input(value, leaf.path, why, i, trainable, is_constant=leaf.dtype is None))
     return found
 

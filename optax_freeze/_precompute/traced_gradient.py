@@ -20,7 +20,7 @@ from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, zeros
 from optax_freeze._program.tasks import Schedule
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
-from optax_freeze._program.traced_function import Traced, as_traced
+from optax_freeze._program.traced_function import Traced, as_array, as_traced
 
 COTANGENT = "a cotangent of the result"
 
@@ -40,9 +40,9 @@ class Gradient(NamedTuple):
     cotangents: range
     is_last: bool
 
-    def call(self, tasks: Schedule, values: Values, inputs: Sequence[Input]) -> list[Any]:
+    def call(self, schedule: Schedule, values: Values, inputs: Sequence[Input]) -> list[Any]:
         """The outputs of the program, without gradients, of which the last tasks compute the derivative."""
-        program = GradientProgram(tasks, len(tasks.outputs) - len(self.leaves), self.cotangents)
+        program = GradientProgram(schedule, len(schedule.outputs) - len(self.leaves), self.cotangents)
         given, arrays = [], []  # functions that JAX keeps do not close over arrays
         for number, region, array in values.arrays():
             given.append((number, region))
@@ -59,6 +59,7 @@ class Gradient(NamedTuple):
             return found, [*arrays, *kept]
 
         def of_leaves(residuals: Any, cotangents: Sequence[Any]) -> Any:
+            cotangents = [ct if hasattr(ct, "dtype") else as_array(ct) for ct in cotangents]  # JAX takes Python numbers
             found = self._last(backward, residuals, cotangents)
             by_number = dict(zip(self.leaves, found, strict=True))
             return ([by_number.get(number) for number, _ in given],)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Unread
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Unread, varies
 from optax_freeze._spec import host_rows
 from optax_freeze._spec.memory_kinds import ROWS_AT_ONCE, is_in_blocks, to_device
 
@@ -51,7 +51,8 @@ class HostArray(Unread):
             return region.take(self.read(EVERYTHING, beside))
         region, array = self._rows_of(region), self.array
         key = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts)
-        if beside is not None and self.waits(key):
+        # Inside `jax.shard_map`, what it is read beside would make it vary, and what is the same everywhere is merged.
+        if beside is not None and self.waits(key) and varies(jax.typeof(beside)) <= varies(jax.typeof(array)):
             array = jax.lax.optimization_barrier((array, beside))[0]
         if region is EVERYTHING:
             return self._slice(array) if self.starts else to_device(array)

@@ -1,8 +1,8 @@
 """Regions: which part of a value is wanted.
 
 A region is :data:`EVERYTHING`, :class:`Rows` that are known while a program is traced, or :class:`DynamicRows`, whose
-numbers are values of the program: a plan holds their name, which is bound to an array when the plan is evaluated.
-All rows are ascending. A value may be stored in several regions.
+numbers are values of the program: a plan of a gradient holds their name, which is bound to an array when the plan is
+evaluated. All rows are ascending. A value may be stored in several regions.
 """
 
 import functools
@@ -28,6 +28,7 @@ class Region:
 
     axis: int = -1
     count: int = 0
+    is_named: bool = False  # whether it has :class:`Numbers`
 
     def take(self, array: Any) -> Any:
         """This part of a whole array."""
@@ -238,23 +239,22 @@ class Numbers(NamedTuple):
 class DynamicRows(_SomeRows):
     """Rows whose numbers are values of the program, computed from ``numbers``, int32 and ascending, in some ``steps``.
 
-    ``numbers`` is an array, or in a plan :class:`Numbers`; then the region can be asked for its shape only.
+    ``numbers`` is an array, or :class:`Numbers`; then the region can be asked for its shape only.
     Where a row of a value is in no row of an operand, its number there is clamped: a row is read that exists, because
     the derivative of what is computed from zeros, and not used, may be NaN. Clamped numbers may be equal.
     """
 
     def __init__(self, axis: int, numbers: Any, steps: tuple[tuple[Any, ...], ...] = ()) -> None:
         self.axis, self.numbers, self.steps = axis, numbers, steps
+        self.is_named = isinstance(numbers, Numbers)
         self.count = numbers.shape[0] * math.prod(step[1] for step in steps if step[0] in ("finer", "repeated"))
 
     @functools.cached_property
     def _key(self) -> Any:
-        return self.axis, self.numbers if isinstance(self.numbers, Numbers) else id(self.numbers), self.steps
+        return self.axis, self.numbers if self.is_named else id(self.numbers), self.steps
 
     def bound(self, numbers: Mapping[Numbers, jax.Array]) -> "DynamicRows":
-        if not isinstance(self.numbers, Numbers):
-            return self
-        return DynamicRows(self.axis, numbers[self.numbers], self.steps)
+        return DynamicRows(self.axis, numbers[self.numbers], self.steps) if self.is_named else self
 
     @property
     def indices(self) -> jax.Array:
@@ -333,6 +333,13 @@ def region_of(selection: Selection, name: Hashable) -> Region:
     if isinstance(selection, DynamicRowIndex):
         return DynamicRows(selection.axis, Numbers(name, selection.count)).clamped(selection.size)
     return EVERYTHING
+
+
+def names_of(selections: Iterable[Selection | None]) -> list[int]:
+    """A name for the dynamic rows of each leaf, the same for leaves with the same array."""
+    first: dict[int, int] = {}
+    arrays = [selection.array if isinstance(selection, DynamicRowIndex) else None for selection in selections]
+    return [n if array is None else first.setdefault(id(array), n) for n, array in enumerate(arrays)]
 
 
 def numbers_of(selections: Mapping[Any, Selection]) -> dict[Numbers, jax.Array]:

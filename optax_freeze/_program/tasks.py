@@ -77,7 +77,7 @@ class Read(NamedTuple):
         """The regions of stored values that are read."""
         return [(self.value, self.region)] if isinstance(self.value, int) else []
 
-    def of(self, values: Values, context: "Context", _: Any = None) -> Any:
+    def of(self, values: Values, context: "Context") -> Any:
         """What is read."""
         if not isinstance(self.value, int):
             return self.value.val
@@ -87,18 +87,17 @@ class Read(NamedTuple):
         return values.read(self.value, context.bound(self.region))
 
 
+def read_all(outputs: Iterable[tuple[Any, Region]], values: Values, context: "Context") -> list[Any]:
+    """These regions of values."""
+    return [Read(*output).of(values, context) for output in outputs]
+
+
 class Context(NamedTuple):
-    """What is known while tasks run.
+    """What is known while tasks run."""
 
-    Attributes:
-      conditions: those of guards, by their bits.
-      guard: tasks with this one run anyway.
-      numbers: those of dynamic rows.
-    """
-
-    conditions: Mapping[int, Any] = MappingProxyType({})
-    guard: int = ALWAYS
-    numbers: Mapping[Numbers, jax.Array] = MappingProxyType({})
+    conditions: Mapping[int, Any] = MappingProxyType({})  # by their bits
+    guard: int = ALWAYS  # of tasks that run anyway
+    numbers: Mapping[Numbers, jax.Array] = MappingProxyType({})  # of dynamic rows
 
     def bound(self, region: Region) -> Region:
         """A region with known numbers."""
@@ -183,19 +182,23 @@ class Schedule(NamedTuple):
     def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
         """Evaluates the tasks, given the inputs, and returns the outputs."""
         self.run_except((), values, context)
-        return [Read(*output).of(values, context) for output in self.outputs]
+        return read_all(self.outputs, values, context)
 
-    def run_except(self, postponed: Collection[int], values: Values, context: Context) -> dict[int, Any]:
-        """Evaluates the tasks, given the inputs, except those at these positions.
-
-        Returns False for each input that is read under a condition, as a bool that is known only after it was read.
-        """
+    def fill(self, values: Values) -> None:
+        """Adds constants to the values, and makes parts of arrays in host memory readable."""
         for number in self.program.on_host:
             if values.has(number) and not isinstance(values.read(number, LAZY), Unread):
                 values.write(number, EVERYTHING, HostArray(values.read(number, LAZY)))
         for number, const in self.program.consts.items():
             if not values.has(number):
                 values.write(number, EVERYTHING, const)
+
+    def run_except(self, postponed: Collection[int], values: Values, context: Context) -> dict[int, Any]:
+        """Evaluates the tasks, given the inputs, except those at these positions.
+
+        Returns False for each input that is read under a condition, as a bool that is known only after it was read.
+        """
+        self.fill(values)
         kept = {value for value, _ in self.outputs if isinstance(value, int)}
         kept.update(number for i in postponed for number in self.tasks[i].read_numbers)
         sets: dict[int, list[Task]] = {}
@@ -246,7 +249,7 @@ class Schedule(NamedTuple):
         tasks = [self.tasks[i] for i in postponed]
         inside = _inside(tasks, values, outputs)
         _run_all(tasks, inside, context.inside(guard), None)
-        return [Read(*output).of(inside, context) for output in outputs]
+        return read_all(outputs, inside, context)
 
 
 def _inside(tasks: Sequence[Task], values: Values, outputs: Sequence[tuple[Any, Region]] = ()) -> Values:

@@ -23,6 +23,7 @@ from optax_freeze._program.regions import (
     EVERYTHING,
     LAZY,
     DynamicRows,
+    Numbers,
     Region,
     Rows,
     Unread,
@@ -169,7 +170,7 @@ class Walk:
         shape = self.program.avals[value].shape
         if not shape or not shape[0]:
             return False
-        wanted = self.read(value, DynamicRows(0, np.zeros(1, np.int32))).wanted
+        wanted = self.read(value, DynamicRows(0, Numbers(None, 1))).wanted
         avals = self.program.avals
         return all(
             late.is_by_rows(number, region) or (region.axis == 0 and is_table(avals[number].shape))
@@ -351,7 +352,7 @@ class Walk:
     ) -> None:
         """The task that computes regions of results; of ``several`` more regions than are asked, if the rule does."""
         regions = found.outputs if several and found.outputs else asked
-        is_named = any(isinstance(region, DynamicRows) for region in asked)
+        is_named = any(region is not None and region.is_named for region in asked)
         if any(region not in (None, EVERYTHING) for region in regions):
             is_whole_piece = eqn.primitive is jax.lax.pad_p and found.regions[0] is EVERYTHING
             self.record(eqn, "everything" if is_whole_piece else "rows")

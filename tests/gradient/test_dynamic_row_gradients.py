@@ -212,6 +212,27 @@ def test_restrict_reads_the_rows_that_it_is_given(run):
     close(values(got), dense(of_scan(), frozen, whole))
 
 
+@pytest.mark.parametrize("in_parts", [False, True], ids=["value_and_grad", "restrict"])
+def test_leaves_with_one_mask_have_one_region(in_parts):
+    """What both need is computed once, for these rows."""
+    tree = {name: jnp.ones((6, 64)) for name in "ab"} | {"m": jnp.ones((64, 64))}
+    loss = lambda p: jnp.sum(jnp.tanh((p["a"] + p["b"]) @ p["m"]) ** 2)  # noqa: E731
+
+    def grads(p, index, names):
+        mask = fz.resolve(tree, {"a": ~fz.rows(index), "b": True, "m": True})["a"]
+        frozen = {name: mask if name in names else True for name in tree}
+        if not in_parts:
+            return fz.grad(loss, frozen)(p)
+        trainable, rest = fz.partition(p, frozen)
+        return jax.grad(fz.restrict(loss, rest))(trainable)
+
+    def cost(names):
+        lowered = jax.jit(functools.partial(grads, names=names)).lower(tree, jnp.array([0, 2, 5]))
+        return lowered.compile().cost_analysis()["flops"]
+
+    assert cost("ab") <= 1.02 * cost("a")
+
+
 def test_examples_may_have_rows_of_their_own():
     indices, xs = jnp.array([[0, 1], [4, 2]]), jnp.stack([X, X + 1])
     for loss in (of_scan(), of_kernels(lambda w, x: w @ x.T)):

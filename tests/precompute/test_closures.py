@@ -80,6 +80,9 @@ class TestGradient:
         _, stacked = lax.scan(lambda _, noise: (None, grad(*args, noise)), None, NOISE[None])
         assert_equal_up_to_rounding(jax.tree.map(lambda x: x[0], stacked), expected)
         assert_equal_up_to_rounding(jax.jit(fz.grad(jax.jit(once.after), FROZEN))(*args, NOISE), expected)
+        head = lambda head: once.after({**args[0], "head": head}, *args[1:], NOISE)  # noqa: E731
+        of_head = jax.vjp(head, PARAMS["head"])[1](1.0)  # a Python number
+        assert_equal_up_to_rounding(of_head, (expected["head"],))
 
     def test_computes_and_reads_no_more_than_the_rest(self):
         once = fz.precompute(closing_over("value"), FROZEN)
