@@ -83,8 +83,7 @@ def value_and_grad_of_plan(
         names = names_of(parts)
         each = enumerate(zip(parts, dense.leaves, names, strict=True))
         program = dense.program([(place, region_of_leaf(*leaf), ALWAYS) for place, leaf in each])
-        numbers = numbers_of(dict(zip(names, parts, strict=True)))
-        outs, found = program.both(Values(dense.inputs), Context(numbers=numbers))
+        outs, found = program.both(Values(dense.inputs), Context(numbers=numbers_of(names, parts)))
         value, grads = dense.traced.result([*outs, *found])
         grads = map(as_part, parts, dense.leaves, grads)
     else:

@@ -7,12 +7,9 @@ from typing import Any
 from optax_freeze._gradient.unknown_derivative import refuse_unknown
 from optax_freeze._program.dependence import divided
 from optax_freeze._program.regions import EVERYTHING, Region, Values
-from optax_freeze._program.tasks import ALWAYS, Context, Schedule, Task, read_all
+from optax_freeze._program.tasks import ALWAYS, PLAIN, Context, Schedule, Task, read_all
 from optax_freeze._program.trace import Program
 from optax_freeze._program.walk import schedule
-
-NOW = Context()
-"""Without guards and dynamic rows."""
 
 
 class GradientProgram:
@@ -34,12 +31,12 @@ class GradientProgram:
         """The values that are gradients, and the regions of them that are computed."""
         return self.schedule.outputs[self.outs :]
 
-    def both(self, values: Values, context: Context = NOW) -> tuple[list[Any], list[Any]]:
+    def both(self, values: Values, context: Context = PLAIN) -> tuple[list[Any], list[Any]]:
         """The outputs and the gradients, given the inputs."""
         found = self.schedule.run(values, context)
         return found[: self.outs], found[self.outs :]
 
-    def forward(self, values: Values, context: Context = NOW) -> tuple[list[Any], list[Any]]:
+    def forward(self, values: Values, context: Context = PLAIN) -> tuple[list[Any], list[Any]]:
         """The outputs, given the inputs except cotangents, and what the backward pass reads beside these."""
         tasks, _, stored = self._divided
         self.schedule.fill(values)
@@ -48,7 +45,7 @@ class GradientProgram:
         outs = read_all(self.schedule.outputs[: self.outs], values, context)
         return outs, [values.read(number, context.bound(region)) for number, region in stored]
 
-    def backward(self, values: Values, residuals: Sequence[Any], context: Context = NOW) -> list[Any]:
+    def backward(self, values: Values, residuals: Sequence[Any], context: Context = PLAIN) -> list[Any]:
         """The gradients, given all inputs and what :meth:`forward` stored."""
         _, tasks, stored = self._divided
         self.schedule.fill(values)

@@ -122,7 +122,7 @@ class GradientOfGroups:
         self._grads = [[*itertools.islice(left, len(own))] for own in spec.owned]
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
         conditions = dict(zip(self._owners, self._trains, strict=False))
-        self._context = Context(conditions, numbers=numbers_of(dict(zip(names, owned.values(), strict=True))))
+        self._context = Context(conditions, numbers=numbers_of(names, owned.values()))
         numbers = [{place_of[i] for i in own} for own in spec.owned]
         self._postponed = self._schedule.postponable(dict(zip(self._owners[:-1], numbers, strict=False)))
         postponed = {i for each in self._postponed.values() for i in each}

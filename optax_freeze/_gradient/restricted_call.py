@@ -197,8 +197,8 @@ class _Call:
         return found
 
     def _context(self, inputs: _Inputs) -> Context:
-        each = zip(self.names, self.leaves, inputs.numbers, strict=True)
-        return Context(numbers=numbers_of({name: x.with_numbers(its) for name, x, its in each if x}))
+        each = zip(self.leaves, inputs.numbers, strict=True)
+        return Context(numbers=numbers_of(self.names, (x and x.with_numbers(numbers) for x, numbers in each)))
 
     def _gradient(self, perturbed: _Inputs, others: Sequence[Any]) -> GradientProgram:
         """Traces the outputs and the gradients with respect to what is perturbed.

@@ -127,24 +127,24 @@ def with_gradient(
         return out, as_traced(vjp(cotangents)[0])
 
     if not any(isinstance(x.trainable, Rows) for x in inputs):
-        known = {id(x) for x in _tracers_in(traced.closed)} | others.keys()
+        known = {id(x) for x in tracers_in(traced.closed)} | others.keys()
         try:
             found = trace(value_and_grads, [given.struct for given in with_cotangents])
         except Exception:  # it closes over a leaf that trains, or has no derivative
             found = None
-        if found is not None and all(id(x) in known for x in _tracers_in(found.closed)):
+        if found is not None and all(id(x) in known for x in tracers_in(found.closed)):
             cotangents = range(len(inputs), len(with_cotangents))
             is_last = not known.issuperset(_held(found.program))
             return found, with_cotangents, Gradient(own[0], leaves, cotangents, is_last)
     return traced, list(inputs), Gradient(own[0], (), range(0), is_last=True)
 
 
-def _tracers_in(closed: ClosedJaxpr) -> Iterator[Tracer]:
+def tracers_in(closed: ClosedJaxpr) -> Iterator[Tracer]:
     """The constants of a program, and of those in it, that are tracers."""
     yield from (const for const in closed.consts if isinstance(const, Tracer))
     for eqn in closed.jaxpr.eqns:
         for inner in programs_in(eqn):
-            yield from _tracers_in(inner)
+            yield from tracers_in(inner)
 
 
 def _held(program: Program) -> dict[int, tuple[Tracer, str]]:
@@ -186,6 +186,6 @@ def _tracers_in_vjp(*eqns: Equation) -> Sequence[Tracer] | None:
         return pull([zeros(jax.typeof(out)) for out in outs])
 
     try:
-        return [*_tracers_in(jax.make_jaxpr(vjp)(*jax.tree.leaves(arrays)))]
+        return [*tracers_in(jax.make_jaxpr(vjp)(*jax.tree.leaves(arrays)))]
     except Exception:
         return None

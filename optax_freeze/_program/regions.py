@@ -342,10 +342,10 @@ def names_of(selections: Iterable[Selection | None]) -> list[int]:
     return [n if array is None else first.setdefault(id(array), n) for n, array in enumerate(arrays)]
 
 
-def numbers_of(selections: Mapping[Any, Selection]) -> dict[Numbers, jax.Array]:
-    """The numbers of the dynamic rows of leaves, by their names."""
-    dynamic = {name: each for name, each in selections.items() if isinstance(each, DynamicRowIndex)}
-    return {Numbers(name, each.count): jnp.asarray(each.array) for name, each in dynamic.items()}
+def numbers_of(names: Iterable[Hashable], selections: Iterable[Selection | None]) -> dict[Numbers, jax.Array]:
+    """The numbers of the dynamic rows of leaves with these names."""
+    dynamic = ((name, each) for name, each in zip(names, selections, strict=True) if isinstance(each, DynamicRowIndex))
+    return {Numbers(name, each.count): jnp.asarray(each.array) for name, each in dynamic}
 
 
 def zero_outside(selection: Selection, part: Any) -> Any:

@@ -121,6 +121,9 @@ class Context(NamedTuple):
         return Context({**self.conditions, **conditions} if conditions else self.conditions, guard, self.numbers)
 
 
+PLAIN = Context()  # without conditions and dynamic rows
+
+
 def _bits(guard: int) -> Iterator[int]:
     """The conditions of a guard."""
     while guard:
@@ -179,7 +182,7 @@ class Schedule(NamedTuple):
                 tasks.append(task)
         return self._replace(tasks=tasks[::-1], outputs=outputs)
 
-    def run(self, values: Values, context: Context = Context()) -> list[Any]:  # noqa: B008
+    def run(self, values: Values, context: Context = PLAIN) -> list[Any]:
         """Evaluates the tasks, given the inputs, and returns the outputs."""
         self.run_except((), values, context)
         return read_all(self.outputs, values, context)
@@ -277,8 +280,7 @@ def _run_if(condition: Any, tasks: Sequence[Task], values: Values, context: Cont
 
     Returns the condition as a result of the tasks.
     """
-    each = (write for task in tasks for write in task.writes if write is not None)
-    writes = [(number, context.bound(region)) for number, region in each if number in outside]
+    writes = [(n, context.bound(region)) for task in tasks for n, region in filter(None, task.writes) if n in outside]
 
     def run() -> tuple[list[Any], Any]:
         inside = _inside(tasks, values)

@@ -322,8 +322,8 @@ class Walk:
             found = computation(eqn, [rows if i == place else None for i in range(len(eqn.outputs))])
             reads = zip(eqn.inputs, found.regions, eqn.avals_in, strict=True) if found else ()
             cut = {v for v, r, aval in reads if isinstance(v, int) and r is not None and not is_whole(r, aval.shape)}
-            if not cut.isdisjoint(cut if self.known is None else self.known.in_part):
-                return found
+            if found and not cut.isdisjoint(cut if self.known is None else self.known.in_part):
+                return found._replace(outputs=None)
         return None
 
     def _everything_is_as_cheap(self, eqn: Equation, chosen: Wanted, shape: Any) -> bool:
@@ -345,13 +345,11 @@ class Walk:
         if found is None:
             self.everything(eqn, wanted, without_rule=partial)
         else:
-            self._compute(eqn, found, regions, guard, several=True)
+            self._compute(eqn, found, regions, guard)
 
-    def _compute(
-        self, eqn: Equation, found: Computation, asked: Sequence[Region | None], guard: int, several: bool = False
-    ) -> None:
-        """The task that computes regions of results; of ``several`` more regions than are asked, if the rule does."""
-        regions = found.outputs if several and found.outputs else asked
+    def _compute(self, eqn: Equation, found: Computation, asked: Sequence[Region | None], guard: int) -> None:
+        """The task that computes regions of results, or others than are asked, if the rule does."""
+        regions = found.outputs or asked
         is_named = any(region is not None and region.is_named for region in asked)
         if any(region not in (None, EVERYTHING) for region in regions):
             is_whole_piece = eqn.primitive is jax.lax.pad_p and found.regions[0] is EVERYTHING

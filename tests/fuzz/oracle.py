@@ -16,7 +16,7 @@ from conftest import compile_as
 from programs import BATCH, LOGS, NAMESPACE
 
 import optax_freeze as fz
-from optax_freeze._jax_internals import programs_in
+from optax_freeze._precompute.traced_gradient import tracers_in
 
 LONG = 5
 """The seconds of JAX's own gradient beyond which a program is not asked: that of `igamma` takes as long."""
@@ -261,12 +261,6 @@ def answered(function: Any, *args: Any) -> Any:
         raise
 
 
-def holds_tracers(closed: Any) -> bool:
-    """Whether a program, or one within it, has tracers as constants."""
-    inner = (program for eqn in closed.jaxpr.eqns for program in programs_in(eqn))
-    return any(isinstance(x, jax.core.Tracer) for x in closed.consts) or any(map(holds_tracers, inner))
-
-
 def trace_with_rows(case: Case, inputs: Any) -> None:
     """Raises an error of the library for dynamic rows of each leaf: to trace is cheap, and this asks for the most."""
     numbers = {name: np.array([0, shape[0] - 1][: shape[0]]) for name, (shape, _) in case.leaves.items() if shape}
@@ -299,7 +293,7 @@ def judge(case: Case, begin_ours: Callable[[], None] = lambda: None) -> None:
             text = str(traced.jaxpr)
         except Exception as error:
             raise NotAskedError from error
-        if holds_tracers(traced.jaxpr):
+        if [*tracers_in(traced.jaxpr)]:
             raise NotAskedError  # of a trace that has ended: JAX compiles it if they happen not to be used
         if case.way == "from the host" and "ordered=True" in text:
             raise NotAskedError  # JAX alone compiles no effects in order beside an array in host memory
