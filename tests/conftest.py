@@ -11,8 +11,11 @@ import tempfile
 FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in FLAGS:
     # Eight devices share a few cores with other tests: by default, a collective that takes 40 seconds ends the process.
-    devices = "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=900"
+    devices = "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=300"
     os.environ["XLA_FLAGS"] = f"{FLAGS} {devices}".strip()
+# The threads of XLA, by default as many as devices or cores. They run the programs, where they wait for one another in
+# collectives, and start further ones, where they wait as soon as a device has 32 of them: with eight, all may wait.
+os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 # Compiled programs are on disk, for all processes of a run: the cache in memory is cleared after each file.
