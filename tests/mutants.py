@@ -865,7 +865,8 @@ _BY_FILE = {
         ),
     ],
     ("checkpoint/_record.py", "tests/test_checkpoint.py"): [
-        ("if jax.dtypes.canonicalize_dtype(written.dtype) != written.dtype:", "if False:", "-k would_convert"),
+        (" or jax.dtypes.canonicalize_dtype(written.dtype) != written.dtype:", ":", "-k would_convert"),
+        ("if struct.sharding is None or jax", "if jax", "-k compiles_once"),
     ],
     ("_verify/one_writer.py", "tests/test_features.py"): [
         ("            os.unlink(file)", "            pass", "-k one_writer"),

@@ -186,6 +186,29 @@ def test_onto_another_mesh(tmp_path):
     )
 
 
+@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("of_shapes", [False, True])
+def test_a_step_compiles_once_for_what_is_restored(tmp_path, committed, of_shapes):
+    params = {
+        "encoder": jnp.ones((2, 2)),
+        "embed": jnp.ones((4, 2)),
+        "empty": jnp.zeros((0, 2)),
+        "key": jax.random.key(0),
+    }
+    params = jax.device_put(params, jax.devices()[1]) if committed else params
+    tx = fz.freeze(optax.adam(0.1), fz.rules({"encoder": True, "embed": fz.rows(0)}))
+    step = jax.jit(fz.train_step(lambda p: jnp.sum(p["embed"] @ p["encoder"]) + p["empty"].sum(), tx))
+    params, state, _ = step(params, tx.init(params))
+    checkpoint.save(tmp_path, params, fz.spec_of(state), step=0, opt_state=state)
+    template = jax.eval_shape(tx.init, params) if of_shapes else state
+    moved, state = checkpoint.restore(tmp_path, params, opt_state=template)
+    step.clear_cache()
+    for _ in range(2):
+        moved, state, _ = step(moved, state)
+    assert step._cache_size() == 1
+    assert {leaf.committed for leaf in jax.tree.leaves((moved, state))} == {committed}
+
+
 def test_the_base_may_be_of_numpy_as_flax_reads_it(tmp_path):
     base = {"encoder": jnp.arange(3.0), "head": jnp.zeros(2)}
     checkpoint.save(tmp_path, {**base, "head": jnp.ones(2)}, "encoder", step=7)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_freeze._errors import is_array
+from optax_freeze._spec.tied_leaves import traced_from
 from optax_freeze._spec.tree import PyTree
 
 Init: TypeAlias = Callable[[PyTree], PyTree]
@@ -49,6 +50,7 @@ def eval_init(init: Init, params: PyTree) -> PyTree:
     leaves, treedef = jax.tree.flatten(params)
 
     def init_of(arrays: dict[int, Any]) -> PyTree:
-        return init(jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        with traced_from({id(tracer): leaves[i] for i, tracer in arrays.items()}):
+            return init(jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
     return jax.eval_shape(init_of, {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)})

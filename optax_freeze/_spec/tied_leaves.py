@@ -1,7 +1,10 @@
 """Tied leaves: one array at two paths is frozen at both or trained at both."""
 
 import collections
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,10 +13,23 @@ from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
 from optax_freeze._spec.tree import Leaf
 
+_TRACED: contextvars.ContextVar[Mapping[int, Any]] = contextvars.ContextVar("traced", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def traced_from(arrays: Mapping[int, Any]) -> Iterator[None]:
+    """Compares these arrays in place of their tracers, which are found by their ids."""
+    token = _TRACED.set(arrays)
+    try:
+        yield
+    finally:
+        _TRACED.reset(token)
+
 
 def refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequence[Selection]) -> None:
     """A ``ValueError`` if the same array is frozen at one path and trained at another."""
     first: dict[int, int] = {}
+    values = [_TRACED.get().get(id(value), value) for value in values]
     times = collections.Counter(map(id, values))
     for i, value in enumerate(values):
         if times[id(value)] > 1 and leaves[i].inexact and is_concrete(value):

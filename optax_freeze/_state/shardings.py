@@ -46,7 +46,7 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
     Raises:
       TypeError: if ``tx`` is not an optimizer.
       ValueError: if an array of the parameters has no sharding, or one that is neither a ``NamedSharding`` nor a
-        ``SingleDeviceSharding``; if the parameters are on different meshes.
+        ``SingleDeviceSharding``; if the parameters are on different meshes; if ``tx.init(params)`` raises it.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz

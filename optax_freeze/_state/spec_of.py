@@ -46,14 +46,19 @@ def spec_of(state: optax.OptState) -> Selector:
         own = tuple(plan.selections for plan in plans.plans)
         return GroupSpec(plans.names, plans.leaves, own, tuple(frozen_groups(scheduled[0]).values()))
     if not states or any(_differ(states[0], other) for other in states[1:]):
-        raise value_error(
-            "the state contains no spec" if not states else "the state contains different specs",
-            at="state",
-            got=f"{len(states)} states of fz.freeze or fz.masked_zero_updates, {len(scheduled)} of fz.freeze_when",
-            expected="one, or several of fz.freeze with the same spec",
-            fix="tx = fz.freeze(optimizer, frozen), state = tx.init(params)"
-            " (optax.tree_map_params drops the spec until the next update)",
+        what, fix = (
+            "the state contains different specs",
+            "one fz.freeze around the whole optimizer, also around fz.freeze_when or optax.multi_transform",
         )
+        if not states and not scheduled:
+            what, fix = (
+                "the state contains no spec",
+                "tx = fz.freeze(optimizer, frozen), state = tx.init(params)"
+                " (optax.tree_map_params drops the spec until the next update)",
+            )
+        got = f"{len(states)} states of fz.freeze or fz.masked_zero_updates, {len(scheduled)} of fz.freeze_when"
+        expected = "one, or several of fz.freeze with the same spec"
+        raise value_error(what, at="state", got=got, expected=expected, fix=fix)
     return states[0].current_plan.as_spec
 
 

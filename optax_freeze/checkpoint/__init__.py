@@ -176,7 +176,8 @@ def restore(
         trainable parameters are replaced; they provide shapes, dtypes and shardings, on any mesh. Leaves in host memory
         stay there.
       step: the number of the checkpoint, or None for the latest.
-      opt_state: a template of the optimizer state, ``tx.init(params)`` or its shapes with shardings; or None.
+      opt_state: a template of the optimizer state, ``tx.init(params)`` or its shapes, with shardings if these are to
+        be other than on the device of the parameters; or None.
       frozen: a spec to compare with the spec of the checkpoint, or None.
 
     Returns:
@@ -221,7 +222,9 @@ def restore(
         now = base_record.leaf_records(params, make_plan(params, False), fingerprints=False)
         base_record.refuse_other_arrays(record.leaves, now, "params", "the checkpoint", fix)
         paths = [leaf.path for leaf in record.leaves]
-        read = functools.partial(_read, manager, at, record.written)
+        committed = (leaf.sharding for leaf in jax.tree.leaves(values) if _is_committed(leaf))
+        default = next((replicated(on_device(sharding)) for sharding in committed), None)
+        read = functools.partial(_read, manager, at, record.written, default)
         saved_masks = read("masks", paths, list(map(_record.mask_struct, record.leaves)), values)
         plan = make_plan(params, _record.spec_of(record.leaves, saved_masks))
         if frozen is not None:
@@ -324,6 +327,7 @@ def _read(
     manager: ocp.CheckpointManager,
     at: str,
     written: _record.Written,
+    default: jax.sharding.Sharding | None,
     item: str,
     paths: Sequence[str],
     nodes: Sequence[Any],
@@ -331,15 +335,18 @@ def _read(
 ) -> list[Any]:
     """``nodes`` with the arrays of one item of the checkpoint ``at``, each placed like the array in ``near``.
 
+    Where that is not on a device they have the ``default`` sharding. Without one they are not committed to a device: a
+    step would compile again, since arguments that are committed to a device make all of its results so.
     They are read in the dtype in which they were written, and compared with what was written. Empty arrays are not
     written, since Orbax refuses them; they are created here.
     """
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arrays, targets = {}, {}
     for name, struct in jax.eval_shape(_arrays, nodes).items():
         [other] = jax.tree.leaves(near[int(name)])
-        sharding = on_device(getattr(other, "sharding", None) or default)
-        sharding = beside(struct, Placed(np.shape(other), sharding), replicated(sharding))
+        sharding = default
+        if getattr(other, "sharding", None) is not None:
+            place = on_device(other.sharding)
+            sharding = beside(struct, Placed(other.shape, place), replicated(place)) if _is_committed(other) else None
         if not struct.size:
             arrays[name] = jnp.zeros(struct.shape, struct.dtype, device=sharding)
         elif name not in written.get(item, ()):
@@ -353,9 +360,13 @@ def _read(
             found = manager.restore(int(os.path.basename(at)), args=restore)[item]
         _record.refuse_other_bits(written[item], found, paths, at)
         for name, struct in targets.items():
-            same = found[name].dtype == struct.dtype
-            arrays[name] = found[name] if same else jax.device_put(found[name].astype(struct.dtype), struct.sharding)
+            array = found[name] if found[name].dtype == struct.dtype else found[name].astype(struct.dtype)
+            arrays[name] = jnp.array(array) if struct.sharding is None else jax.device_put(array, struct.sharding)
     return [_with_array(node, arrays[str(i)]) if str(i) in arrays else node for i, node in enumerate(nodes)]
+
+
+def _is_committed(array: Any) -> bool:
+    return getattr(array, "sharding", None) is not None and getattr(array, "committed", True)
 
 
 def _with_array(node: Any, array: Any) -> Any:

@@ -72,8 +72,11 @@ def array_records(arrays: Mapping[str, Any]) -> dict[str, ArrayRecord]:
 
 
 def target(struct: Any, written: ArrayRecord) -> Any:
-    """What Orbax reads an array as: with the dtype in which it was written, in NumPy if JAX would truncate it."""
-    if jax.dtypes.canonicalize_dtype(written.dtype) != written.dtype:
+    """What Orbax reads an array as: with the dtype in which it was written, in NumPy if JAX would truncate it.
+
+    Without a sharding, also in NumPy: Orbax commits the arrays of JAX to their devices.
+    """
+    if struct.sharding is None or jax.dtypes.canonicalize_dtype(written.dtype) != written.dtype:
         return np.empty(struct.shape, written.dtype)
     return jax.ShapeDtypeStruct(struct.shape, written.dtype, sharding=struct.sharding)
 

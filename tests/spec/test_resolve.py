@@ -314,9 +314,15 @@ class TestFreezeWarning:
 
 class TestTied:
     def test_conflict(self):
-        shared = np.ones(2, np.float32)
+        shared = jnp.ones(2)
         params = {"embed": shared, "head": shared, "other": jnp.ones(2)}
-        for make in (fz.partition, lambda params, *args, **kw: fz.freeze(optax.sgd(1.0), *args, **kw).init(params)):
+        freeze = lambda *args, **kw: fz.freeze(optax.sgd(1.0), *args, **kw)  # noqa: E731
+        ways = (
+            fz.partition,
+            lambda params, *args, **kw: freeze(*args, **kw).init(params),
+            lambda params, *args, **kw: fz.state_shardings(freeze(*args, **kw), params),
+        )
+        for make in ways:
             with pytest.raises(ValueError, match=r"at: embed\n  got: frozen at this path, but trained .* at head"):
                 make(params, "embed")
             make(params, "embed", tied="ignore")
