@@ -9,6 +9,7 @@ import contextlib
 import dis
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +29,16 @@ register_exclusion(os.path.join(os.path.dirname(__file__), ""))  # the source of
 
 PRIMITIVES = {each.name: each for of in (primitives, jax.lax) for key, each in vars(of).items() if key.endswith("_p")}
 """The primitives that JAX exports, by name."""
+
+
+@functools.lru_cache(4096)
+def is_known_primitive(primitive: Any) -> bool:
+    """Whether a primitive is one of JAX or of this package: other libraries have some of the same name."""
+    if primitive.name in PRIMITIVES:
+        return PRIMITIVES[primitive.name] is primitive
+    modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] in ("jax", __package__)]
+    return any(each is primitive for module in modules for each in [*vars(module).values()])
+
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "call", "eval_jaxpr")
 _REMAT = ("checkpoint", "remat", "remat2", "RematTraced")
@@ -227,8 +238,8 @@ def evaluate_program(program: ClosedJaxpr, *operands: Any) -> list[Any]:
 
 def _function_of(eqn: Any) -> Callable[..., Any]:
     """An operation as a function of its operands, the same for all that are like it."""
-    is_of_jax = PRIMITIVES.get(eqn.primitive.name) is eqn.primitive
-    key = None if not is_of_jax or eqn.effects or inside(eqn) else key_of(eqn)
+    is_plain = is_known_primitive(eqn.primitive) and not eqn.effects and not inside(eqn)
+    key = key_of(eqn) if is_plain else None
     return functools.partial(bind, eqn) if key is None else _jitted(key)
 
 
@@ -255,7 +266,7 @@ def key_of(eqn: Any) -> tuple[Any, ...] | None:
 
 def without_vma(eqn: Any) -> Any:
     """An equation of a ``shard_map`` that checks what varies over its mesh, as it is in one that does not."""
-    if eqn.primitive.name in ("pvary", "pcast"):
+    if eqn.primitive.name == "pvary":
         return eqn._replace(primitive=jax.lax.optimization_barrier_p, params={})
     if eqn.primitive.name == "psum_invariant":
         params = {"axes": eqn.params["axes"], "axis_index_groups": eqn.params.get("axis_index_groups")}

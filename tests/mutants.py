@@ -282,7 +282,7 @@ _BY_FILE = {
             "tests/precompute/test_example_axis.py -k in_their_values",
         ),
         ("sorted(value, key=repr) if isinstance(value, frozenset) else value", "value", "-k every_process"),
-        ("return is_conversion or eqn.primitive.name in", "return eqn.primitive.name in", "-k may_become"),
+        ("return is_conversion or eqn.primitive.name ==", "return eqn.primitive.name ==", "-k may_become"),
     ],
     ("_precompute/divide.py", "tests/precompute"): [
         (
@@ -439,6 +439,7 @@ _BY_FILE = {
         ("(jax.lax.gather_p, primitives.scan_p)", "(primitives.scan_p,)", "-k Explain"),
     ],
     ("_program/loops.py", "tests/program/test_loops.py"): [
+        ("if growths[k] > _MOST_GROWTHS else", "if False else", "tests/gradient/test_rows.py -k Planning"),
         (
             "(p not in carry and walk.has_rows(eqn.inputs[p]))",
             "walk.has_rows(eqn.inputs[p])",
@@ -495,8 +496,8 @@ _BY_FILE = {
         ("region.count * sum(a < b for a, b in spans) > edges[-1]", "False", "tests/gradient/test_cost.py -k split"),
         ("math.prod(eqn.avals_in[1].shape[:-1]) > skipped", "False", "tests/gradient/test_cost.py -k sort"),
         (" mulhi ne ", " ne ", "-k elementwise"),
-        ("PRIMITIVES.get(primitive.name, primitive) is primitive", "True", "-k not_known"),
-        (" and found.params.issuperset(eqn.params)", "", "-k not_known"),
+        (" and is_known_primitive(eqn.primitive)", "", "-k not_known"),
+        ("found.params.issuperset(eqn.params) and ", "", "-k not_known"),
         ("range(_rank(eqn)) if eqn.avals_in[0].dtype == _independent_keys() else ()", "range(_rank(eqn))", "-k random"),
         ("if eqn.avals_in[0].dtype == _independent_keys() else None", "", "-k fold_in"),
         ("wanted[0].axis not in axes", "False", "tests/precompute/test_example_axis.py -k refused"),
@@ -510,7 +511,7 @@ _BY_FILE = {
         ("= Rows(axis, start[axis] + step * region.numbers)", "= Rows(axis, start[axis] + region.numbers)", "-k slice"),
         ('"strides": _at(strides, axis, 1),', '"strides": strides,', "-k slice"),
         ("- 1 - region.numbers[::-1])", "- 1 - region.numbers)", "-k rev"),
-        ("return jnp.where(_where_rows((i >= 0) & (i < size), x.ndim, axis), x, value)", "return x", "-k pad"),
+        ("return jnp.where(of_each_row((i >= 0) & (i < size), axis, x.ndim), x, value)", "return x", "-k pad"),
         ("valid = (rest == 0) & (found >= 0) & (found < size)", "valid = (found >= 0) & (found < size)", "-k pad"),
         ("region.count - 1 - last, max(steps, default=1) - 1)", "region.count - 1 - last, 0)", "-k pad"),
         (
@@ -519,7 +520,7 @@ _BY_FILE = {
             "-k concatenate",
         ),
         ("if a < b else None for a, b in spans", "for a, b in spans", "-k concatenate"),
-        (">= a, out.ndim, axis), part, out)", "> a, out.ndim, axis), part, out)", "-k concatenate"),
+        (">= a, axis, out.ndim), part, out)", "> a, axis, out.ndim), part, out)", "-k concatenate"),
         ("start = sum(sizes[:place])", "start = sum(sizes[: place + 1])", "-k split"),
         ("region.axis + (region.axis >= axis)", "region.axis", "-k unstack"),
         ("region.indices.astype(dtype), new,", "jnp.arange(region.count).astype(dtype), new,", "-k iota"),
@@ -588,7 +589,11 @@ _BY_FILE = {
         ("if without_rule and eqn.primitive is jax.lax.top_k_p:", "if False:", "tests/fuzz -k largest"),
         ("_NEARLY_WHOLE = 0.95", "_NEARLY_WHOLE = 0.98", "tests/fuzz -k maxima"),
         ("            is_few &= sum(", "            is_few |= sum(", "tests/gradient/test_cost.py -k tree_of_slices"),
-        ("if compared := walk.compared_in_part():", "if compared := ():", "tests/fuzz -k maxima"),
+        ("if more := walk.compared_in_part() - compared:", "if more := ():", "tests/fuzz -k maxima"),
+        ("        compared |= more\n", "        compared = more\n", "tests/gradient/test_rows.py -k Planning"),
+        ("        if key not in self.inner.programs:", "        if True:", "tests/gradient/test_rows.py -k Planning"),
+        ("region is not EVERYTHING or sum(", "sum(", "tests/gradient/test_cost.py -k several_times"),
+        ("or not is_less:", "or False:", "tests/gradient/test_cost.py -k several_times"),
         (" and not overlap(list(wanted), shape)", "", "tests/program/test_walk.py -k few_times"),
         (
             "isinstance(found, Mapped) and self.late is not None and loops.shard_map(self, eqn, found, wanted)",
@@ -597,7 +602,11 @@ _BY_FILE = {
         ),
         ("enter_remat=self.known is None", "enter_remat=True", "tests/precompute -k remat_in_a_step"),
         ("= wanted.get(region, 0) | guard", "= guard", "tests/program/test_walk.py -k TestGuards"),
-        ("not any(wanted) and not eqn.has_effects:", "not any(wanted):", "tests/program/test_loops.py -k effects"),
+        (
+            "if not any(wanted) and not eqn.has_effects and ",
+            "if not any(wanted) and ",
+            "tests/program/test_loops.py -k effects",
+        ),
     ],
     ("_program/tasks.py", "tests/program/test_walk.py"): [
         (

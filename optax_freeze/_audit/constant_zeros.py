@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._audit.evaluation import array_of, live
-from optax_freeze._jax_internals import Loop, inside
+from optax_freeze._jax_internals import Loop, inside, is_known_primitive
 from optax_freeze._program.dependence import dependent
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
 
@@ -24,7 +24,7 @@ _PLACES = frozenset(
 """Operations of which some numbers may be known though others are not."""
 _KEEPS_NAN = frozenset(
     """
-    add add_any broadcast_in_dim convert_element_type copy copy_p div dynamic_slice mul neg reduce_sum reshape rev
+    add add_any broadcast_in_dim convert_element_type copy div dynamic_slice mul neg reduce_sum reshape rev
     sharding_constraint slice squeeze sub transpose
     """.split()  # noqa: SIM905
 )
@@ -46,7 +46,8 @@ def _evaluate(program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -
     env = {**program.consts, **{i: x for i, x in enumerate(inputs) if x is not None}}
     known, found = {*env}, []
     for eqn in program.eqns:
-        is_move = eqn.primitive.name in _PLACES or (eqn.primitive.name in _KEEPS_NAN and eqn.reads <= known)
+        name = eqn.primitive.name if is_known_primitive(eqn.primitive) else None
+        is_move = name in _PLACES or (name in _KEEPS_NAN and eqn.reads <= known)
         if is_move or depends.isdisjoint(eqn.outputs):
             found.append(eqn)
             known.update(eqn.outputs)

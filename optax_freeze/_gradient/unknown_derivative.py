@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from optax_freeze._gradient.custom_derivative import bind_tangents
+from optax_freeze._jax_internals import is_known_primitive
 from optax_freeze._program.operations import ELEMENTWISE, computation, each_result, rule
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, zeros
 from optax_freeze._program.trace import Equation, Program, is_inexact
@@ -127,7 +128,7 @@ def refuse_unknown(program: Program, wanted: Iterable[tuple[Any, Region]]) -> No
         found.add(key)
         if eqn.primitive.name == "unknown_cotangent":
             eqn.primitive.impl(**eqn.params)
-        if eqn.primitive.name not in _EXACT:
+        if eqn.primitive.name not in _EXACT or not is_known_primitive(eqn.primitive):
             continue
         if isinstance(region, Rows):
             computed = computation(eqn, [region if number == value else None for number in eqn.outputs])

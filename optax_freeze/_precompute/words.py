@@ -81,7 +81,7 @@ def of_program(
 def _computes_nothing(eqn: Any) -> bool:
     """Whether an operation marks values as varying over a mesh, or an array as not made of a Python number."""
     is_conversion = eqn.primitive is jax.lax.convert_element_type_p and eqn.avals_in[0].dtype == eqn.avals_out[0].dtype
-    return is_conversion or eqn.primitive.name in ("pvary", "pcast")
+    return is_conversion or eqn.primitive.name == "pvary"
 
 
 def of_type(aval: Any) -> Iterator[str | int]:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from optax_freeze._program.walk import Walk
 
 _MOST_SEGMENTS = 8
+_MOST_GROWTHS = 8
+"""Of a carry whose rows become more so many times everything is computed: a stencil adds its neighbors in each step."""
 
 
 class _Output(NamedTuple):
@@ -282,7 +284,7 @@ class _Segment:
         loop = self.loop
         shapes = [aval.shape for aval in loop.eqn.avals_in[loop.consts : loop.consts + loop.carried]]
         log = [] if loop.walk.log is None else loop.walk.log
-        recorded = len(log)
+        recorded, growths = len(log), [0] * len(carry)
         while True:
             del log[recorded:]
             outs = zip(loop.body.outputs[: loop.carried], carry, guards, strict=True)
@@ -307,6 +309,9 @@ class _Segment:
                 one_region(dict.fromkeys(r for r in pair if r is not None), shape)
                 for *pair, shape in zip(carry, needed, shapes, strict=True)
             ]
+            for k, (old, new) in enumerate(zip(carry, joined, strict=True)):
+                growths[k] += old is not None and new != old
+                joined[k] = EVERYTHING if growths[k] > _MOST_GROWTHS else new
             found = [guard | self._outside(joined_guard([each])) for guard, each in zip(guards, given, strict=True)]
             found = [0 if region is None else guard for region, guard in zip(joined, found, strict=True)]
             if joined == carry and found == guards:

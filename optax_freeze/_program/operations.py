@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from optax_freeze._jax_internals import PRIMITIVES
+from optax_freeze._jax_internals import is_known_primitive
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, cast_to_vary, clipped, varies
 from optax_freeze._program.trace import Equation, is_inexact, is_reference
+from optax_freeze._spec.indexing import of_each_row
 from optax_freeze._spec.sharding import fitting
 
-COPIES = "convert_element_type copy copy_p name stop_gradient"
+COPIES = "convert_element_type copy name stop_gradient"
 """The elementwise operations without arithmetic: they cost nothing beside reading their operand."""
 
 ELEMENTWISE = f"""
@@ -122,9 +123,8 @@ def rule_of(eqn: Any) -> Rule:
 
     There is none for a primitive of another library that has the name of one of JAX, nor for unknown params.
     """
-    primitive = eqn.primitive
-    found = RULES.get(primitive.name, _NO_RULE)
-    is_known = PRIMITIVES.get(primitive.name, primitive) is primitive and found.params.issuperset(eqn.params)
+    found = RULES.get(eqn.primitive.name, _NO_RULE)
+    is_known = found.params.issuperset(eqn.params) and is_known_primitive(eqn.primitive)
     return found if is_known else _NO_RULE
 
 
@@ -163,11 +163,6 @@ def _at(sizes: Sequence[Any], axis: int, size: Any) -> tuple[Any, ...]:
     return (*sizes[:axis], size, *sizes[axis + 1 :])
 
 
-def _where_rows(rows: Any, ndim: int, axis: int) -> Any:
-    """A condition on each row as an array that broadcasts against the rows."""
-    return jnp.expand_dims(rows, tuple(i for i in range(ndim) if i != axis))
-
-
 def _laid_out(eqn: Equation, region: Region) -> dict[str, Any]:
     """The params that name the sharding of the whole result, for a region of it."""
     shape = region.shape(eqn.avals_out[0].shape)
@@ -191,7 +186,7 @@ def elementwise(eqn: Equation, region: Region) -> Any:
     return regions, functools.partial(eqn.bind, **changed)
 
 
-@rule("pvary", "pcast", params="axes axis_index_groups")
+@rule("pvary", params="axes axis_index_groups")
 @rule("optimization_barrier", cost=Cost.BARRIER)
 @rule("psum", "psum_invariant", "pmax", "pmin", cost=Cost.OTHER, params="axes axis_index_groups")
 def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
@@ -212,7 +207,7 @@ def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation |
 
 
 @rule("sharding_constraint", params="context_mesh layout sharding unconstrained_dims")
-@rule("reshard", "mesh_cast", params="concrete_mesh dst_sharding")
+@rule("reshard", params="concrete_mesh dst_sharding")
 @one_result
 def sharded(eqn: Equation, region: Region) -> Any:
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
@@ -267,13 +262,6 @@ def without_axes(eqn: Equation, region: Region) -> Any:
     dropped = eqn.params["dimensions" if "dimensions" in eqn.params else "axes"]
     kept = [axis for axis in range(len(eqn.avals_in[0].shape)) if axis not in dropped]
     return [region.along(kept[region.axis])], functools.partial(eqn.bind, **_laid_out(eqn, region))
-
-
-@rule("expand_dims", params="dimensions")
-@one_result
-def expand_dims(eqn: Equation, region: Any) -> Any:
-    new = [axis for axis in range(len(eqn.avals_out[0].shape)) if axis not in eqn.params["dimensions"]]
-    return ([region.along(new.index(region.axis))], eqn.bind) if region.axis in new else None
 
 
 @rule("reshape", params="dimensions new_sizes sharding")
@@ -371,7 +359,7 @@ def pad(eqn: Equation, region: Any) -> Any:
         def select(x: Any, value: Any) -> Any:
             x = eqn.bind(inner.take(x) if all_are_there else x, value, padding_config=others)
             i = region.indices - low
-            return jnp.where(_where_rows((i >= 0) & (i < size), x.ndim, axis), x, value)
+            return jnp.where(of_each_row((i >= 0) & (i < size), axis, x.ndim), x, value)
 
         return [EVERYTHING if all_are_there else inner, EVERYTHING], select
     found, rest = np.divmod(region.numbers - low, between + 1)
@@ -414,7 +402,7 @@ def concatenate(eqn: Equation, region: Any) -> Any:
     def selected(*parts: Any) -> Any:
         (_, out), *others = [(a, part) for (a, _), part in zip(spans, parts, strict=True) if part is not None]
         for a, part in others:
-            out = jnp.where(_where_rows(region.indices >= a, out.ndim, axis), part, out)
+            out = jnp.where(of_each_row(region.indices >= a, axis, out.ndim), part, out)
         return out
 
     return shifted, selected
@@ -495,7 +483,7 @@ def _of_windows(eqn: Equation) -> list[int]:
 
 
 _MATRICES = "cholesky eigh lu qr householder_product svd triangular_solve tridiagonal_solve geqrf"
-_WINDOWS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min reduce_window_prod"
+_WINDOWS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min"
 _KEPT_AXES: dict[str, Callable[[Equation], Any]] = {
     **dict.fromkeys(_MATRICES.split(), lambda eqn: range(_rank(eqn) - 2)),
     **dict.fromkeys(_WINDOWS.split(), _of_windows),
@@ -644,7 +632,7 @@ def dynamic_update_slice(eqn: Equation, region: Any) -> Any:
         new = jnp.take(update, place, axis=axis, mode="clip")
         zero = cast_to_vary(jnp.zeros((), starts[axis].dtype), varies(jax.typeof(starts[axis])))
         new = eqn.bind(x, new, *starts[:axis], zero, *starts[axis + 1 :])
-        return jnp.where(_where_rows((place >= 0) & (place < update.shape[axis]), x.ndim, axis), new, x)
+        return jnp.where(of_each_row((place >= 0) & (place < update.shape[axis]), axis, x.ndim), new, x)
 
     return [region, EVERYTHING, *starts], lambda x, update, *starts: written(x, update, *map(jnp.asarray, starts))
 
@@ -676,7 +664,7 @@ _UPDATES = ("add", "mul", "min", "max", "sub")
 
 
 @rule(
-    *("scatter", *(f"scatter{dash}{kind}" for dash in "-_" for kind in _UPDATES)),
+    *("scatter", *(f"scatter-{kind}" for kind in _UPDATES)),
     cost=Cost.OTHER,
     params=f"update_consts update_jaxpr {_OF_LOOKUPS}",
 )

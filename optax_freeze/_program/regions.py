@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from optax_freeze._spec.indexing import get_rows
+from optax_freeze._spec.indexing import get_rows, of_each_row
 from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.sharding import explicit_sharding, fitting, with_sharding
 
@@ -357,8 +357,7 @@ def zero_outside(selection: Selection, part: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def _zero_rows_outside(numbers: Any, array: Any, axis: int, size: int) -> jax.Array:
-    inside = (numbers >= 0) & (numbers < size)
-    inside = jnp.expand_dims(inside, tuple(i for i in range(array.ndim) if i != axis))
+    inside = of_each_row((numbers >= 0) & (numbers < size), axis, array.ndim)
     return jnp.where(inside, array, jnp.zeros((), array.dtype))
 
 

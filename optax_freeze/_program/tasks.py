@@ -81,15 +81,15 @@ class Read(NamedTuple):
         """What is read."""
         if not isinstance(self.value, int):
             return self.value.val
-        if self.in_place:
-            assert isinstance(self.region, Rows)
+        if self.in_place and isinstance(self.region, Rows):
             return values.read_run(self.value, self.region)
         return values.read(self.value, context.bound(self.region))
 
 
 def read_all(outputs: Iterable[tuple[Any, Region]], values: Values, context: "Context") -> list[Any]:
-    """These regions of values."""
-    return [Read(*output).of(values, context) for output in outputs]
+    """These regions of values; literals as arrays."""
+    each = (Read(*output) for output in outputs)
+    return [read.of(values, context) if isinstance(read.value, int) else jnp.asarray(read.value.val) for read in each]
 
 
 class Context(NamedTuple):

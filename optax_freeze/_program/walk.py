@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._jax_internals import Branches, Loop, Mapped, inside
+from optax_freeze._jax_internals import Branches, Loop, Mapped, inside, key_of
 from optax_freeze._program import loops
 from optax_freeze._program.decisions import decisive
 from optax_freeze._program.dependence import Known
@@ -54,6 +54,13 @@ _MOST_REPEATS = 4
 """A cheap operation is repeated for so many regions that overlap. A tree of halves would want one for each row."""
 
 
+class Inner(NamedTuple):
+    """What one walk learns of the programs of loops and branches for later ones."""
+
+    programs: dict[tuple[int, ...], tuple[Any, Program]]  # by the ids of a jaxpr and its constants
+    compared: dict[int, tuple[Program, set[int]]]  # comparisons of which everything is computed, by the id of a program
+
+
 def schedule(
     program: Program,
     outputs: Sequence[tuple[Any, Region, int]],
@@ -62,6 +69,7 @@ def schedule(
     is_late: bool = False,
     known: Known | None = None,
     deciding: Collection[Any] = (),
+    inner: Inner | None = None,
 ) -> Schedule:
     """The tasks that compute these regions of values, each with its guard.
 
@@ -77,11 +85,14 @@ def schedule(
         origins = {number: frozenset({(number, False)}) for number in program.on_host}
         late = Late(program, origins, range(program.num_inputs), decides)
     recorded = len(log or ())
-    walk = Walk(program, log, late, is_late, known, decides)
+    inner = Inner({}, {}) if inner is None else inner
+    _, compared = inner.compared.setdefault(id(program), (program, set()))
+    walk = Walk(program, log, late, is_late, known, decides, inner, compared)
     wanted = walk.run(outputs)
-    if compared := walk.compared_in_part():
+    if more := walk.compared_in_part() - compared:
+        compared |= more
         del (log or [])[recorded:]
-        walk = Walk(program, log, late, is_late, known, decides, compared)
+        walk = Walk(program, log, late, is_late, known, decides, inner, compared)
         wanted = walk.run(outputs)
     computed = {n for eqn in program.eqns for n in eqn.outputs}
     computed.update(n for task in walk.tasks for n in task.written_numbers)
@@ -102,12 +113,15 @@ class Walk:
     is_late: bool
     known: Known | None
     decisive: Collection[int]
-    compared: Collection[int] = ()
+    inner: Inner
+    compared: Collection[int]
 
     def __post_init__(self) -> None:
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
         self.completed: set[int] = set()  # of which everything is computed, though not all is wanted
+        self.equals = _equal_products(self.program)
+        self.wanted_of_equals: dict[int, dict[int, Wanted]] = {}
         self.materialized = Materialized(self.program)
 
     def operand(self, value: Any, region: Region) -> tuple[Any, Region]:
@@ -180,7 +194,10 @@ class Walk:
 
     def body(self, closed: Any) -> Program:
         """The program of a loop or a branch."""
-        return program_of(closed, enter_remat=self.known is None)
+        key = (id(closed.jaxpr), *map(id, closed.consts))
+        if key not in self.inner.programs:
+            self.inner.programs[key] = closed, program_of(closed, enter_remat=self.known is None)
+        return self.inner.programs[key][1]
 
     def inside(
         self,
@@ -194,7 +211,7 @@ class Walk:
         deciding = list(compress(program.outputs, marks))
         late = Late(program, on_host, available, decisive(program, deciding)) if on_host else None
         known = None if self.known is None else Known()
-        return schedule(program, outputs, self.log, late, self.is_late, known, deciding)
+        return schedule(program, outputs, self.log, late, self.is_late, known, deciding, self.inner)
 
     def decide(self, eqn: Equation) -> list[bool]:
         """Which results of an operation decide."""
@@ -209,13 +226,15 @@ class Walk:
             wanted: list[Wanted] = [self.wanted.get(number, {}) for number in eqn.outputs]
             if eqn.has_effects:
                 wanted = [{EVERYTHING: ALWAYS}] * len(wanted)
-            if not any(wanted) and not eqn.has_effects:
+            if not any(wanted) and not eqn.has_effects and self.wanted_of_equals.keys().isdisjoint(eqn.outputs):
                 continue
             if not self.completed.isdisjoint(eqn.outputs):
                 self.record(eqn, "everything")
             if (self._slices(eqn) if self.is_late else self._looks_up(eqn, wanted)) or self._enters(eqn, wanted):
                 continue
-            if len(wanted) == 1 or (is_cheap(eqn) and (self.known is None or self._is_in_part(eqn))):
+            if not self.equals.keys().isdisjoint(eqn.outputs):
+                self._product(eqn, wanted[0])
+            elif len(wanted) == 1 or (is_cheap(eqn) and (self.known is None or self._is_in_part(eqn))):
                 for place in reversed(range(len(wanted))):
                     self._single(eqn, place, wanted[place])
             else:
@@ -275,6 +294,27 @@ class Walk:
         writes = [(eqn.outputs[0], EVERYTHING)]
         self.add(Task(eqn, reads, writes, lambda _, operands: [_dynamic_slice(eqn, *operands)], ALWAYS))
         return True
+
+    def _product(self, eqn: Equation, wanted: Wanted) -> None:
+        """The tasks of a product that occurs several times, at the first time.
+
+        A compiler merges equal products, but not some rows of one with other rows of the other.
+        """
+        [number], [aval], first = eqn.outputs, eqn.avals_out, self.equals[eqn.outputs[0]]
+        each = self.wanted_of_equals.setdefault(first, {})
+        each |= {number: wanted} if wanted else {}
+        if number != first:
+            return
+        region = one_region([r for of_one in each.values() for r in of_one], aval.shape)
+        is_less = region is not EVERYTHING or sum(_share(of_one, aval.shape) for of_one in each.values()) > 1
+        guards = {guard for of_one in each.values() for guard in of_one.values()}
+        if len(each) == 1 or len(guards) > 1 or not is_less:
+            for n, of_one in each.items():
+                self._single(eqn._replace(outputs=(n,)), 0, of_one)
+        elif found := computation(eqn, [region]):
+            self._compute(eqn, found, [region], joined_guard([*each.values()]), [*each])
+        else:
+            self.everything(eqn, [*each.values()], region is not EVERYTHING, [*each])
 
     def _single(self, eqn: Equation, place: int, wanted: Wanted) -> None:
         """The tasks of one result of an equation, which is computed on its own."""
@@ -347,29 +387,46 @@ class Walk:
         else:
             self._compute(eqn, found, regions, guard)
 
-    def _compute(self, eqn: Equation, found: Computation, asked: Sequence[Region | None], guard: int) -> None:
-        """The task that computes regions of results, or others than are asked, if the rule does."""
+    def _compute(
+        self,
+        eqn: Equation,
+        found: Computation,
+        asked: Sequence[Region | None],
+        guard: int,
+        numbers: Sequence[int] = (),
+    ) -> None:
+        """The task that computes regions of results, or others than are asked, if the rule does.
+
+        A single result may have several ``numbers``.
+        """
         regions = found.outputs or asked
         is_named = any(region is not None and region.is_named for region in asked)
         if any(region not in (None, EVERYTHING) for region in regions):
             is_whole_piece = eqn.primitive is jax.lax.pad_p and found.regions[0] is EVERYTHING
             self.record(eqn, "everything" if is_whole_piece else "rows")
         reads = [None if r is None else Read(v, r) for v, r in zip(eqn.inputs, found.regions, strict=True)]
-        writes = [None if r is None else (n, r) for n, r in zip(eqn.outputs, regions, strict=True)]
+        copies = max(len(numbers), 1)
+        pairs = zip(numbers or eqn.outputs, [*regions] * copies, strict=True)
+        writes = [None if r is None else (n, r) for n, r in pairs]
         shares = [0.0 if r is None else r.share(v.shape) for r, v in zip(regions, eqn.avals_out, strict=True)]
 
         def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
             known = computation(eqn, [r and context.bound(r) for r in asked]) if is_named else found
-            return known.apply(*operands)  # type: ignore[union-attr]
+            return [*known.apply(*operands)] * copies  # type: ignore[union-attr]
 
         self.add(Task(eqn, reads, writes, apply, guard, max(shares, default=1.0)))
 
-    def everything(self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool) -> None:
-        """The task that computes all of an equation; ``without_rule`` although less is wanted."""
+    def everything(
+        self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool, numbers: Sequence[int] = ()
+    ) -> None:
+        """The task that computes all of an equation; ``without_rule`` although less is wanted.
+
+        A single result may have several ``numbers``.
+        """
         if without_rule:
             self.record(eqn, "everything")
         reads = [Read(value, EVERYTHING) for value in eqn.inputs]
-        writes = [(number, EVERYTHING) for number in eqn.outputs]
+        writes = [(number, EVERYTHING) for number in numbers or eqn.outputs]
         guard = ALWAYS if eqn.has_effects else joined_guard(wanted)
 
         def apply(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -378,9 +435,24 @@ class Walk:
                 # XLA's compiler for CPUs makes a sort of a `top_k` whose result is cut. One barrier for both results
                 # crashes it where they are sharded.
                 return [*map(jax.lax.optimization_barrier, out)]
-            return out
+            return out * max(len(numbers), 1)
 
         self.add(Task(eqn, reads, writes, apply, guard))
+
+
+def _equal_products(program: Program) -> dict[int, int]:
+    """For the results of products that occur several times, the number of the first one."""
+    found: dict[Any, list[int]] = {}
+    for eqn in program.eqns:
+        is_product = rule_of(eqn).cost is Cost.PRODUCT and all(isinstance(x, int) for x in eqn.inputs)
+        if is_product and (key := key_of(eqn)) is not None:
+            found.setdefault((key, eqn.inputs), []).append(eqn.outputs[0])
+    return {n: numbers[0] for numbers in found.values() if len(numbers) > 1 for n in numbers}
+
+
+def _share(wanted: Wanted, shape: Sequence[int]) -> float:
+    """How much of a value is wanted, at most all of it."""
+    return min(1.0, sum(region.share(shape) for region in wanted))
 
 
 def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:

@@ -66,7 +66,7 @@ def get_rows(axis: int, indices: Any, full: Any, *, is_unique: bool = True, exis
         jax.lax.GatherDimensionNumbers(others, (axis,), (axis,)),
         slice_sizes=(*full.shape[:axis], 1, *full.shape[axis + 1 :]),
         unique_indices=is_unique,
-        indices_are_sorted=True,
+        indices_are_sorted=is_unique,
         mode="promise_in_bounds" if exist else "fill",
         fill_value=None if exist else 0,
     )
@@ -89,6 +89,11 @@ def numbers_where(chosen: Any, count: int) -> jax.Array:
     numbers = jnp.arange(chosen.size)
     places = jnp.where(chosen, jnp.cumsum(chosen) - 1, count)
     return jnp.full(count, chosen.size).at[places].set(numbers, mode="drop")
+
+
+def of_each_row(values: Any, axis: int, ndim: int) -> jax.Array:
+    """A vector with a value for each row, as an array that broadcasts against one of ``ndim`` axes."""
+    return jnp.expand_dims(values, tuple(i for i in range(ndim) if i != axis))
 
 
 def at(array: Any, axis: int, indices: Any) -> Any:

@@ -17,7 +17,7 @@ import optax
 from jax.core import Tracer
 
 from optax_freeze._spec import host_rows as _host_rows
-from optax_freeze._spec.indexing import at, cut, gather, integer_of, numbers_where, scatter, select, write
+from optax_freeze._spec.indexing import at, cut, gather, integer_of, numbers_where, of_each_row, scatter, select, write
 from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import MASKED_NODE, Part, Rest
@@ -227,7 +227,7 @@ class RowSelection(_Numbered):
         raise NotImplementedError
 
     def frozen(self, ndim: int) -> jax.Array:
-        return jnp.expand_dims(self.frozen_rows(), tuple(i for i in range(ndim) if i != self.axis))
+        return of_each_row(self.frozen_rows(), self.axis, ndim)
 
     def add(self, full: Any, update: Any) -> jax.Array:
         if is_on_host(full) and not isinstance(update, Part):

@@ -16,7 +16,7 @@ import numpy as np
 
 from optax_freeze._errors import is_array, is_concrete, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.indexing import at, select
+from optax_freeze._spec.indexing import at, of_each_row, select
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
@@ -59,7 +59,7 @@ class Source(NamedTuple):
     def _move(self, axis: int, new: Any, old: Any) -> jax.Array:
         def moved(new: Any, old: Any, position: Any, stays: Any) -> jax.Array:
             rows = at(old, axis, position).get(mode="clip")
-            return select(jnp.expand_dims(stays, [i for i in range(new.ndim) if i != axis]), rows, new)
+            return select(of_each_row(stays, axis, new.ndim), rows, new)
 
         new, old = jnp.asarray(new, old.dtype), to_device(jnp.asarray(old))
         return with_sharding(explicit_sharding(new), moved, new, old, self.position, self.stays)

@@ -628,7 +628,8 @@ def test_a_dense_mask_of_a_vector_of_which_an_optimizer_has_a_list():
     state.migrate(arrangement=("when", [(0, ("dense", 0), False)]))
 
 
-def test_an_optimizer_that_refuses_complex_numbers():
+@pytest.mark.parametrize(("name", "leaves", "axis"), [("contrib.adopt", "ax", 0), ("contrib.mechanize", "x", 1)])
+def test_an_optimizer_that_refuses_complex_numbers(name, leaves, axis):
     state = Training()
-    state.init(name="contrib.adopt", leaves="ax", arrangement=("plain", []), jit=False)
-    state.migrate(arrangement=("plain", [("rows", 0, 1, "static")]))
+    state.init(name=name, leaves=leaves, arrangement=("plain", []), jit=False)
+    state.migrate(arrangement=("plain", [("rows", axis, 1, "static")]))

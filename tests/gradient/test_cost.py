@@ -162,6 +162,25 @@ def test_rows_of_an_operation_no_dearer_than_all(name):
     assert (cost(found)[:2] <= 1.02 * cost(whole)[:2] + copy).all(), (cost(found)[:2] - copy) / cost(whole)[:2]
 
 
+@pytest.mark.parametrize("trained", [10, 64, 115])
+@pytest.mark.parametrize("way", ["static", "dynamic"])
+def test_a_product_that_occurs_several_times_is_no_dearer_than_once(way, trained):
+    """The cotangents of four products with one matrix, and of two leaves that one operand is multiplied with."""
+    w, x = PARAMS["codes"], PARAMS["layers"][0]
+
+    def loss(params):
+        rolled = sum(jnp.roll(params["w"], i, 0) @ x for i in range(4))
+        return jnp.sum(jnp.tanh(rolled)) + jnp.sum(jnp.tanh(x @ params["w"] + x @ params["v"]))
+
+    params = {"w": w, "v": 2 * w}
+    rows = [jnp.arange(trained), jnp.arange(128 - trained, 128)] if way == "dynamic" else [slice(trained), [0, 127]]
+    spec = {name: ~fz.rows(own) for name, own in zip(params, rows, strict=True)}
+    in_parts, whole = (jax.jit(fz.grad(loss, frozen)).lower(params).compile() for frozen in (spec, False))
+    assert (cost(in_parts) / cost(whole))[0] <= (1.02 if trained > 10 else 0.9)
+    found, expected = in_parts(params), fz.partition(whole(params), spec)[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+
+
 @pytest.mark.parametrize("rows", [(0, 1, 2, 3), (6, 7, 9)])
 def test_a_tree_of_slices_is_no_dearer_than_the_whole_leaf(rows):
     """`cumlogsumexp` adds halves of halves: most of each value is read by several slices, and computed once."""

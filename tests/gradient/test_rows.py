@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from operation_cases import TABLE
 
 import optax_freeze as fz
+from optax_freeze._program.walk import Walk
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 jit = functools.partial(jax.jit, compiler_options=QUICK)
@@ -878,6 +879,21 @@ class TestLikeJaxGrad:
         (_, aux), _ = fz.value_and_grad(loss, self.FROZEN, has_aux=True)(self.PARAMS)
         assert bits(aux) == bits((self.PARAMS["w"], self.PARAMS["b"], "text"))
 
+    @pytest.mark.parametrize("rows", [slice(0, 4), jnp.arange(4)], ids=["static", "dynamic"])
+    def test_constants_that_a_function_returns_are_arrays(self, rows):
+        def loss(p):
+            return jnp.sum(p["w"]), {"float": jnp.zeros(()), "int": jnp.asarray(1), "bool": jnp.bool_(1), "n": 2}
+
+        spec = {"w": fz.rows(rows), "b": False}
+        (_, expected), _ = jax.value_and_grad(loss, has_aux=True)(self.PARAMS)
+        (_, aux), _ = fz.value_and_grad(loss, spec, has_aux=True)(self.PARAMS)
+        trainable, rest = fz.partition(self.PARAMS, spec)
+        for found in (aux, fz.restrict(loss, rest)(trainable)[1]):
+            assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, expected)
+            assert jax.tree.map(type, found) == jax.tree.map(type, expected)
+        constant = fz.value_and_grad(lambda p: jnp.float32(3), spec)(self.PARAMS)[0]
+        assert isinstance(constant, jax.Array)
+
     def test_whole_leaves_are_traced_as_by_jax(self):
         params = {"a": jnp.ones((3, 3)), "b": jnp.ones(3)}
         calls = []
@@ -925,6 +941,40 @@ class TestLikeJaxGrad:
         chex.assert_trees_all_close(
             fz.grad(loss, self.FROZEN)(self.PARAMS), fz.partition(jax.grad(loss)(self.PARAMS), self.FROZEN)[0]
         )
+
+
+class TestPlanning:
+    """How often programs are walked."""
+
+    @staticmethod
+    def walks(monkeypatch, loss, params):
+        found = []
+        run = Walk.run
+        with monkeypatch.context() as patched:
+            patched.setattr(Walk, "run", lambda *args: (found.append(1), run(*args))[1])
+            grads = jit(fz.grad(loss, fz.rows(slice(4, None))))(params)
+        np.testing.assert_allclose(grads.values, jax.grad(loss)(params)[:4], rtol=1e-4)
+        return len(found)
+
+    def test_branches_in_branches_with_comparisons(self, monkeypatch):
+        def branches(depth, c):
+            if not depth:
+                return jnp.tanh(c)
+            inner = lambda c: branches(depth - 1, c) * jnp.maximum(c, 1.0)  # noqa: E731
+            return jax.lax.cond(jnp.sum(c) > 0, inner, jnp.sin, c)
+
+        few, many = (self.walks(monkeypatch, lambda w, d=d: jnp.sum(branches(d, w)), W) for d in (3, 6))
+        assert many <= 4 * few
+
+    def test_a_stencil(self, monkeypatch):
+        """Each step reads the neighbors of its rows, so that more rows are wanted of each step before."""
+
+        def loss(w):
+            step = lambda u, _: (u + jnp.tanh(jnp.roll(u, 1) - u), None)  # noqa: E731
+            return jnp.sum(jax.lax.scan(step, w, None, length=3)[0] ** 2)
+
+        few, many = (self.walks(monkeypatch, loss, jnp.linspace(0, 1, size)) for size in (64, 128))
+        assert few == many
 
 
 class TestFlax:
