@@ -114,10 +114,16 @@ def test_several_arrays_of_one_part(base, tmp_path):
     assert bits(checkpoint.restore(tmp_path, base, opt_state=state)[1]) == bits(state)
 
 
-def test_arrays_that_jax_would_convert(tmp_path):
+@pytest.mark.parametrize("place", [jnp.asarray, lambda x: jax.device_put(x, jax.devices()[0])])
+def test_arrays_that_jax_would_convert(place, tmp_path):
     """They are compared as they were written, and given back as JAX arrays."""
     noise = np.random.default_rng(0).standard_normal(100)
-    base = {"frozen": jnp.ones(2), "float64": noise, "number": 0.5, "float8": jnp.asarray(noise, jnp.float8_e4m3fn)}
+    base = {
+        "frozen": place(jnp.ones(2)),
+        "float64": noise,
+        "number": 0.5,
+        "float8": jnp.asarray(noise, jnp.float8_e4m3fn),
+    }
     state = {"int4": jnp.arange(7).astype(jnp.int4), "count": 3, "int64": np.int64(7), "float64": noise, "flag": True}
     checkpoint.save(tmp_path, base, "frozen", step=0, opt_state=state)
     restored = checkpoint.restore(tmp_path, {**base, "float64": noise * 0, "number": 1.5}, opt_state=state)

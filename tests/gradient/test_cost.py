@@ -173,10 +173,12 @@ def test_a_product_that_occurs_several_times_is_no_dearer_than_once(way, trained
         return jnp.sum(jnp.tanh(rolled)) + jnp.sum(jnp.tanh(x @ params["w"] + x @ params["v"]))
 
     params = {"w": w, "v": 2 * w}
-    rows = [jnp.arange(trained), jnp.arange(128 - trained, 128)] if way == "dynamic" else [slice(trained), [0, 127]]
+    rows = [slice(trained), slice(2, trained + 2)]
+    rows = [jnp.arange(128)[each] for each in rows] if way == "dynamic" else rows
     spec = {name: ~fz.rows(own) for name, own in zip(params, rows, strict=True)}
     in_parts, whole = (jax.jit(fz.grad(loss, frozen)).lower(params).compile() for frozen in (spec, False))
-    assert (cost(in_parts) / cost(whole))[0] <= (1.02 if trained > 10 else 0.9)
+    limit = {("static", 10): 0.79, ("static", 64): 0.9, ("dynamic", 10): 0.84}.get((way, trained), 1.02)
+    assert (cost(in_parts) / cost(whole))[0] <= limit
     found, expected = in_parts(params), fz.partition(whole(params), spec)[0]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 from operation_cases import MESH, TABLE, W, ints
 
-from optax_freeze._program.operations import ELEMENTWISE, RULES
+from optax_freeze._program.operations import ELEMENTWISE, RULES, rule_of
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values, is_whole
 from optax_freeze._program.tasks import ALWAYS
 from optax_freeze._program.trace import flatten
@@ -190,12 +190,18 @@ def cosine(name, **params):
     ("name", "params"), [("sin", {}), ("pvary", {}), ("squeeze", {"dimensions": (), "reverse": True})]
 )
 def test_an_operation_that_is_not_known_is_computed_whole(name, params):
-    """Primitives that only have the name of one of JAX, exported or not, and one with a param of another release."""
+    """Primitives that only have the name of one of JAX, which it exports or not."""
     operation, log = cosine(name, **params), []
     [part], [[regions]], _ = computed(operation, [W], [(0, Rows(0, [1]))], log)
     assert regions == [EVERYTHING]
     assert part.tobytes() == jnp.cos(W)[1:2].tobytes()
     assert [(eqn.name, extent) for eqn, extent in log] == [(name, "everything")]
+
+
+def test_an_operation_with_a_param_of_another_release_has_no_rule():
+    [eqn] = jax.make_jaxpr(lambda w: w.T)(W).eqns
+    assert rule_of(eqn) is RULES["transpose"]
+    assert rule_of(eqn.replace(params={**eqn.params, "reverse": True})) is not RULES["transpose"]
 
 
 def test_each_rule_has_a_case():
