@@ -253,9 +253,10 @@ def merged(
     if now.equals(before):
         return old, True
     is_moment = place.address.endswith(place.param)  # and not one of several arrays, as of SM3
-    is_dense = {now.kind, before.kind} <= {"whole", "dense"}
+    in_parts = [each.kind not in ("whole", "dense") for each in (now, before)]
+    is_dense = not any(in_parts)
     shapes = [np.shape(each.take(leaf)) for each in (now, before)]
-    if (is_moment or not is_dense) and [np.shape(new), np.shape(old)] == shapes:
+    if (is_moment or all(in_parts)) and [np.shape(new), np.shape(old)] == shapes:
         pairs = (now, new), (before, old)  # an element for each of the parameter
         full = [a if c.kind in ("whole", "dense") else c.put(jnp.zeros(np.shape(leaf), old.dtype), a) for c, a in pairs]
         value = jnp.where(now.trains & before.trains, full[1], full[0].astype(old.dtype))

@@ -628,6 +628,18 @@ def test_a_dense_mask_of_a_vector_of_which_an_optimizer_has_a_list():
     state.migrate(arrangement=("when", [(0, ("dense", 0), False)]))
 
 
+@pytest.mark.parametrize("leaves", ["x", "ax"])
+def test_a_complex_leaf_whose_moments_are_two_arrays(leaves):
+    """Between rows and the whole leaf they begin anew, and without moments of other leaves the count, too."""
+    rows = ("rows", 0, 1, "static")
+    state = Training()
+    arrangements = [("plain", []), ("plain", [False, rows][-len(leaves) :])]
+    state.init("contrib.split_real_and_imaginary", leaves, arrangements[1], jit=False)
+    for arrangement in arrangements:
+        state.step(compiled="eager", seed=0, way="update")
+        state.migrate(arrangement=arrangement)
+
+
 @pytest.mark.parametrize(("name", "leaves", "axis"), [("contrib.adopt", "ax", 0), ("contrib.mechanize", "x", 1)])
 def test_an_optimizer_that_refuses_complex_numbers(name, leaves, axis):
     state = Training()
