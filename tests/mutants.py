@@ -803,6 +803,11 @@ _BY_FILE = {
             "source.kept for i in (*moments[:1], *parts) for",
             "-k all_rows_change",
         ),
+        (
+            ".arrays for i in (*moments, *parts))",
+            ".arrays for i in moments)",
+            "tests/fuzz/test_states.py -k complex_leaf",
+        ),
         ("if not isinstance(anew, bool):", "if False:", "-k new_rows_and_the_state_of_some[adan]"),
         ("not None or _is_number(entry)", "None and _is_number(entry)", "-k new_rows_and_the_state_of_some[novograd]"),
         (

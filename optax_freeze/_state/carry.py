@@ -102,8 +102,7 @@ class Carry:
             moments = [i for i in inside if entries[i].leaf is not None]
             # A moment of a complex leaf may consist of two arrays.
             parts = [i for i in of_no_leaf[place[0]] if _is_in_moment(entries[i], place[1], paths)]
-            every = [*moments, *parts]
-            flags = [_not(_any([source.kept for i in every for source in self.sources[i]]))]
+            flags = [_not(_any([source.kept for i in (*moments, *parts) for source in self.sources[i]]))]
             fields = {_place(entries[i])[1] for i in inside}
             if {"grad", "value"} <= fields or any(_is_history(entries[i]) or not certain[i] for i in moments):
                 sources = [source for i in moments for source in self.sources[i]]
@@ -112,7 +111,7 @@ class Carry:
                 flags += [source.changed for source in sources]
                 flags += [any(leaves_before[each] != leaves for each in before)]
                 flags += [bool(entries[i].arrays) for i in moments if not self.sources[i]]
-            self.anew[place] = any(entries[i].arrays for i in every) and _any(flags)
+            self.anew[place] = any(entries[i].arrays for i in (*moments, *parts)) and _any(flags)
 
     def begins_anew(self, entry: Entry) -> Bool:
         """Whether a new entry keeps its initial values."""
