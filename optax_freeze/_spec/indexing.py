@@ -55,7 +55,7 @@ def _writers(axis: int) -> dict[str, Callable[..., jax.Array]]:
 def get_rows(axis: int, indices: Any, full: Any, *, is_unique: bool = True, exist: bool = False) -> jax.Array:
     """:func:`gather` of values that are moved as they are; it can be transposed.
 
-    If all ``exist``, nothing is compared with the size.
+    If all ``exist``, nothing is compared with the size. Those that are not unique need not ascend.
     """
     if not full.shape[axis]:
         return jnp.zeros((*full.shape[:axis], len(indices), *full.shape[axis + 1 :]), full.dtype)

@@ -29,7 +29,8 @@ def traced_from(arrays: Mapping[int, Any]) -> Iterator[None]:
 def refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequence[Selection]) -> None:
     """A ``ValueError`` if the same array is frozen at one path and trained at another."""
     first: dict[int, int] = {}
-    values = [_TRACED.get().get(id(value), value) for value in values]
+    traced = _TRACED.get()
+    values = [traced.get(id(value), value) for value in values]
     times = collections.Counter(map(id, values))
     for i, value in enumerate(values):
         if times[id(value)] > 1 and leaves[i].inexact and is_concrete(value):

@@ -343,10 +343,10 @@ def _read(
     arrays, targets = {}, {}
     for name, struct in jax.eval_shape(_arrays, nodes).items():
         [other] = jax.tree.leaves(near[int(name)])
-        sharding = default
-        if getattr(other, "sharding", None) is not None:
+        sharding = None if isinstance(other, jax.Array) else default
+        if _is_committed(other):
             place = on_device(other.sharding)
-            sharding = beside(struct, Placed(other.shape, place), replicated(place)) if _is_committed(other) else None
+            sharding = beside(struct, Placed(other.shape, place), replicated(place))
         if not struct.size:
             arrays[name] = jnp.zeros(struct.shape, struct.dtype, device=sharding)
         elif name not in written.get(item, ()):
