@@ -4,6 +4,7 @@ The step is a function of the arrays of its state: any pytree, a Flax ``TrainSta
 as well. A copy of the state is made for each call, so that a step may donate it, or change it in place.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -234,7 +235,9 @@ class Step:
         """Adds the entries of a state whose first leaf has a position; returns the position after the last."""
         shapes = {leaf.path: leaf.shape for leaf in self.plan.leaves}
         groups = tuple(f"{path}/" if path else "" for path, _ in outermost_states(node, FreezeWhenState))
-        for path, entry in zip(_tree.paths(node), entries_of(node, shapes), strict=True):
+        paths = iter(_tree.paths(node))
+        for entry in entries_of(node, shapes):
+            path, *_ = itertools.islice(paths, entry.nodes)
             places = range(position, position + len(entry.arrays))
             self.entries |= dict.fromkeys(places, entry)
             self.kept.update(places if path.startswith(groups) else ())

@@ -20,7 +20,7 @@ from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selector_algebra import Selector
-from optax_freeze._spec.tree import PyTree
+from optax_freeze._spec.tree import Part, PyTree
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -220,9 +220,13 @@ def value_and_grad_from_state(
         plan = plan_of(params, frozen)
         values, treedef = plan.align(params, "params")
         restricted = optax.value_and_grad_from_state(_restricted(fun, split(params, plan)[1]))
-        # Optax also returns the gradient in the state, whose parts have no source.
-        value, grads = restricted(plan.trainable(treedef, values), *args, state=state, **kwargs)
-        return value, jax.tree.unflatten(treedef, plan.with_sources(_tree.flatten(grads)[0], values))
+        # Optax also returns the gradient in the state, which has arrays, or parts without a source.
+        trainable = plan.trainable_leaves(values)
+        if any(isinstance(node, Part) for node in _tree.flatten(state)[0]):
+            trainable = dict(enumerate(plan.parts_of(plan.full(trainable))))
+        value, grads = restricted(jax.tree.unflatten(treedef, plan.full(trainable)), *args, state=state, **kwargs)
+        grads = plan.with_sources(plan.parts_of(_tree.flatten(grads)[0]), values)
+        return value, jax.tree.unflatten(treedef, grads)
 
     return value_and_grad_fn
 

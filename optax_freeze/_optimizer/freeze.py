@@ -9,12 +9,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_freeze._errors import described, is_array, type_error, value_error
+from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
+from optax_freeze._optimizer.around import around, as_parts
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
 from optax_freeze._optimizer.init_with import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
+from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
@@ -53,7 +56,8 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
       >>> updates["encoder"]
       Array([-0., -0.], dtype=float32)
     """
-    return freeze(optax.identity(), frozen, tied=tied)
+    tx: Any = freeze(optax.identity(), frozen, tied=tied)
+    return tx._replace(update=dataclasses.replace(tx.update, only_freezes=True))
 
 
 class FreezeState(NamedTuple):
@@ -70,6 +74,18 @@ class FreezeState(NamedTuple):
     def current_plan(self) -> Plan:
         """The plan with the masks that the state has now."""
         return self.plan.with_masks(_tree.flatten(self.masks)[0])
+
+    @property
+    def spec(self) -> "FreezeState":
+        """The state without that of the optimizer."""
+        return self._replace(inner_state=())
+
+    def differs(self, other: Any) -> bool:
+        """Whether another state has another spec, or other masks as far as both have values."""
+        if not isinstance(other, FreezeState) or self.plan != other.plan:
+            return True
+        pairs = zip(self.current_plan.masks, other.current_plan.masks, strict=False)
+        return any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)
 
 
 def freeze(
@@ -124,16 +140,16 @@ def freeze(
         refuse_other=lambda plan, tree: _refuse_other_spec(plan, frozen, tree),
     )
 
-    def transform(plan: Plan, treedef: Any) -> optax.GradientTransformationExtraArgs:
-        labels = plan.labels(treedef)
-        # A function, since a tree of labels may itself be callable: an Equinox module is.
-        return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, lambda _: labels)
+    def transform(plan: Plan) -> optax.GradientTransformationExtraArgs:
+        labels = lambda tree: plan.labels(_tree.flatten(tree)[1])  # noqa: E731
+        return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, labels)
 
     def init_fn(params: PyTree) -> PyTree:
         register_with_flax()
+        params = as_parts(params, around())
         plan = changed(make_plan(params, frozen, tied=tied))
         warn_of_extent(plan, params, frozen, stacklevel=2)
-        values, treedef = _tree.flatten(params)
+        values = _tree.flatten(params)[0]
         for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
             if isinstance(value, Part) and selection.in_part:
                 refuse_other_leaf(value, leaf, selection, "params")
@@ -142,10 +158,10 @@ def freeze(
         # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
         has_masks = any(map(is_array, masks if masks else jax.tree.leaves(frozen)))
         state = FreezeState(
-            accepted.add(plan.without_masks()), jax.tree.unflatten(plan.treedef, masks) if has_masks else (), ()
+            accepted.add(plan.without_masks()), stored(plan, plan.treedef, masks) if has_masks else (), ()
         )
         plan = state.current_plan
-        inner_state = init_inner(transform(plan, treedef), plan, params)
+        inner_state = init_inner(transform(plan), plan, params)
         return with_own_buffers(state._replace(inner_state=inner_state), params)
 
     def update(
@@ -155,7 +171,7 @@ def freeze(
         plan: Plan = state.current_plan
         call = InnerUpdate.aligned(plan, updates, params, extra_args)
         run = call.new_params if in_place else call.updates
-        tx, gradient = transform(plan, call.treedef), lambda _: (call.grads, None)
+        tx, gradient = transform(plan), lambda _: (call.grads, None)
         new, [inner_state], _ = run(Inner(tx), [plan], [state.inner_state], gradient, [False])
         if not in_place:
             [changes] = new

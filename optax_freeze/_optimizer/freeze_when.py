@@ -16,6 +16,7 @@ import optax
 
 from optax_freeze._errors import described, value_error
 from optax_freeze._gradient.group_gradients import GradientOfGroups, replaced, zeroed
+from optax_freeze._optimizer.around import around, as_parts
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.conditions import decide, global_norm
 from optax_freeze._optimizer.given_groups import GivenGroup, parse_groups
@@ -23,6 +24,7 @@ from optax_freeze._optimizer.group_leaves import GroupLeaves, GroupState
 from optax_freeze._optimizer.groups import GroupPlans, make_group_plans
 from optax_freeze._optimizer.init_with import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate, init_group, init_inner
+from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, other_transformation, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
@@ -48,6 +50,15 @@ class FreezeWhenState(NamedTuple):
     def current_plan(self) -> GroupPlans:
         """The plans with the masks that the state has now."""
         return self.plan.with_masks([_tree.flatten(self.groups[name].masks)[0] for name in self.plan.names])
+
+    @property
+    def spec(self) -> "FreezeWhenState":
+        """The state without those of conditions and optimizers."""
+        return self._replace(groups={}, ungrouped_state=(), coupled_state=())
+
+    def differs(self, other: Any) -> bool:
+        """Whether another state has other groups or conditions."""
+        return not isinstance(other, FreezeWhenState) or self.plan != other.plan
 
 
 def freeze_when(
@@ -116,6 +127,7 @@ def freeze_when(
         register_groups_with_flax()
         for group in given:
             group.condition.check()
+        params = as_parts(params, around())
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
         values, treedef = _tree.flatten(params)
         has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
@@ -126,9 +138,9 @@ def freeze_when(
         ungrouped_state = _init(inner, rest, params)
         coupled_state = () if coupled is None else _init(coupled, plans.everything, params)
         group_states = {
-            name: GroupState(condition.initial(), jax.tree.unflatten(treedef, masks) if has else (), state)
-            for name, condition, has, masks, state in zip(
-                plans.names, plans.conditions, has_array, own, states, strict=True
+            name: GroupState(condition.initial(), stored(plan, treedef, masks) if has else (), state)
+            for name, condition, has, plan, masks, state in zip(
+                plans.names, plans.conditions, has_array, of_groups, own, states, strict=True
             )
         }
         plan = accepted.add(plans.without_masks())

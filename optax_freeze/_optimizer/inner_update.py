@@ -1,7 +1,5 @@
 """What an inner optimizer receives in an update, and where its results go: into updates or into new parameters."""
 
-import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,17 +8,19 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from optax_freeze._errors import in_one_line, type_error, value_error
+from optax_freeze._errors import counted, in_one_line, type_error, value_error
 from optax_freeze._gradient.grad import restrict
+from optax_freeze._optimizer.around import Around, inside
 from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.leafwise import is_leafwise
+from optax_freeze._optimizer.nnx_variables import as_before, stored, stored_state, values_in
 from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import updated
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.selection import Selection, shape_of_part
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 GradientOf: TypeAlias = Callable[[int], tuple[Sequence[Any], Any]]
@@ -112,8 +112,9 @@ class InnerUpdate(NamedTuple):
         updates = form.trainable(self.treedef, grads)
         params = None if self.params is None else form.trainable(self.params_treedef, self.olds)
         extra_args = form.extra_args(self, updates)
+        update = inside(Around(form.plan, _tree.flatten(updates)[1]), form.update)
         try:
-            updates, state = update_unless(frozen, form.update, updates, form.state, params, extra_args)
+            updates, state = update_unless(frozen, update, updates, form.state, params, extra_args)
         except (ValueError, TypeError, AttributeError) as error:
             if params is not None:
                 raise
@@ -141,10 +142,9 @@ class Inner:
         """How it is called for a plan."""
         if of_group and self._is_leafwise and is_tree(plan):
             return Lists(self._of_lists, opened(state, list), plan, state)
-        if not of_group:
-            return Trees(self._update, _variables_outside(state, plan), plan)
         tree_of = lambda own: jax.tree.unflatten(treedef, plan.full(dict(zip(plan.own, own, strict=True))))  # noqa: E731
-        return Trees(self._update, _variables_outside(opened(state, tree_of), plan), plan, state)
+        own = opened(state, tree_of) if of_group else state
+        return Trees(self._update, values_in(own, plan), plan, state, of_group)
 
     def _of_lists(self, *args: Any) -> tuple[PyTree, PyTree]:
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
@@ -157,28 +157,28 @@ class Trees(NamedTuple):
     update: Callable[..., Any]
     state: PyTree
     plan: Plan
-    stored: PyTree = None  # the state of a group, with `GroupLeaves`
+    stored: PyTree
+    of_group: bool  # whether `stored` has `GroupLeaves`
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
-        return self.plan.trainable(treedef, values)
+        return values_in(self.plan.trainable(treedef, values), self.plan)
 
     def extra_args(self, call: InnerUpdate, updates: PyTree) -> dict[str, Any]:
         found = _without_frozen(call.extra_args, self.plan, call.treedef, call.params)
         return {**found, "grad": updates} if call.computes_grads and "grad" in found else found
 
     def flat(self, updates: PyTree) -> list[Any]:
-        return _tree.flatten(updates)[0]
+        return _parts_of(self.plan, _tree.flatten(updates)[0])
 
     def closed(self, state: PyTree) -> PyTree:
-        state = parts_outside(state, self.plan)
-        if self.stored is None:
-            return state
+        if not self.of_group:
+            return as_before(state, self.stored, self.plan)
 
         def own(tree: PyTree) -> list[Any]:
-            leaves = self.flat(tree)
+            leaves = _tree.flatten(tree)[0]
             return [leaves[i] for i in self.plan.own]
 
-        return closed(state, self.stored, own)
+        return as_before(closed(state, values_in(self.stored, self.plan), own), self.stored, self.plan)
 
 
 class Lists(NamedTuple):
@@ -196,26 +196,49 @@ class Lists(NamedTuple):
         return {}
 
     def flat(self, changes: Sequence[Any]) -> list[Any]:
-        return self.plan.full(dict(zip(self.plan.own, changes, strict=True)))
+        return _parts_of(self.plan, self.plan.full(dict(zip(self.plan.own, changes, strict=True))))
 
     def closed(self, state: PyTree) -> PyTree:
         return closed(state, self.stored, list)
 
 
+def _parts_of(plan: Plan, updates: list[Any]) -> list[Any]:
+    """The updates of an inner optimizer, with the ``Part`` of leaves that train in part."""
+    what = "the inner optimizer returned"
+    if len(updates) != len(plan.leaves):
+        got, expected = (counted(n, "leaf", "leaves") for n in (len(updates), len(plan.leaves)))
+        fix = "return updates of the structure that the inner optimizer receives"
+        raise value_error(f"{what} updates of another structure", at="update", got=got, expected=expected, fix=fix)
+    for update, leaf, index in zip(updates, plan.leaves, plan.part_indices, strict=True):
+        if index is None:
+            continue
+        shape = shape_of_part(index, leaf.shape or ())
+        if not _tree.is_leaf(update) and jnp.shape(update) != shape:
+            got, fix = f"shape {jnp.shape(update)}", "compute it from the updates and params that `update` receives"
+            expected = f"shape {shape}: of the leaf, of shape {leaf.shape}, only this part trains"
+            raise value_error(f"{what} an update of another shape", at=leaf.path, got=got, expected=expected, fix=fix)
+    return plan.parts_of(updates)
+
+
 def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
     """The state of an inner optimizer for the trainable part of the parameters."""
-    return parts_outside(tx.init(_trainable(plan, params)), plan)
+    return _init(tx, plan, _trainable(plan, params))
 
 
 def init_group(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
     """The state of an inner optimizer for a group."""
     trainable = _trainable(plan, params)
-    return without_others(parts_outside(tx.init(trainable), plan), plan, trainable)
+    return without_others(_init(tx, plan, trainable), plan, trainable)
+
+
+def _init(tx: optax.GradientTransformation, plan: Plan, trainable: PyTree) -> optax.OptState:
+    init = inside(Around(plan, _tree.flatten(trainable)[1]), tx.init)
+    return stored_state(init(trainable), plan, trainable)
 
 
 def _trainable(plan: Plan, params: PyTree) -> PyTree:
     values, treedef = _tree.flatten(params)
-    return plan.trainable(treedef, values)
+    return stored(plan, treedef, plan.full(plan.trainable_leaves(values)))
 
 
 def _in_memory(update: Any) -> Any:
@@ -239,12 +262,18 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
         if structure != treedef or (len(values) == 1 and jnp.shape(values[0]) != plan.leaves[0].shape):
             return tree
         values = [_beside_part(*each) for each in zip(values, plan.leaves, plan.selections, strict=True)]
-        return plan.trainable(treedef, values)
+        return values_in(plan.trainable(treedef, values), plan)
 
     of_params = {name: fn for name, fn in extra_args.items() if name in OF_PARAMS and callable(fn)}
     if params is not None and of_params:
-        rest = split(params, plan)[1]
-        of_params = {name: restrict(fn, rest) for name, fn in of_params.items()}
+        structure, rest = _tree.flatten(params)[1], values_in(split(params, plan)[1], plan)
+
+        def of_full(fn: Callable[..., Any]) -> Callable[..., Any]:
+            """``fn``, called as code of the user with the containers of the parameters."""
+            call = inside(None, fn)
+            return lambda full, *args, **kwargs: call(structure.unflatten(_tree.flatten(full)[0]), *args, **kwargs)
+
+        of_params = {name: restrict(of_full(fn), rest) for name, fn in of_params.items()}
         if grad_fn := of_params.get("grad_fn"):
             of_params["grad_fn"] = lambda *args, **kwargs: trainable_of(grad_fn(*args, **kwargs))
     others = {name: value if name in OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}
@@ -262,37 +291,3 @@ def _beside_part(value: Any, leaf: Leaf, selection: Selection) -> Any:
 
 OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
 """Extra arguments that Optax's transformations call with the parameters."""
-
-
-def parts_outside(state: PyTree, plan: Plan) -> PyTree:
-    """A state with each ``Part`` around the NNX variable that it was in: ``nnx.Optimizer`` would make it a State."""
-
-    def swap(node: Any) -> Any:
-        [value], variable = _opened(node)
-        swapped = isinstance(value, Part)
-        return dataclasses.replace(value, values=variable.unflatten([value.values])) if swapped else node
-
-    return _swapped(swap, state, plan, _tree.is_variable)
-
-
-def _variables_outside(state: PyTree, plan: Plan) -> PyTree:
-    """The inverse of :func:`parts_outside`, for parameters in variables."""
-
-    def swap(node: Any) -> Any:
-        if not isinstance(node, Part) or not _tree.is_variable(node.values):
-            return node
-        [value], variable = _opened(node.values)
-        return variable.unflatten([dataclasses.replace(node, values=value)])
-
-    return _swapped(swap, state, plan, lambda node: isinstance(node, Part))
-
-
-def _swapped(swap: Callable[[Any], Any], state: PyTree, plan: Plan, is_leaf: Callable[[Any], bool]) -> PyTree:
-    """``swap`` at each node of a state, if it may hold a ``Part`` and NNX variables."""
-    may_hold_both = "flax.nnx" in sys.modules and plan.has_parts
-    return jax.tree.map(swap, state, is_leaf=is_leaf) if may_hold_both else state
-
-
-def _opened(node: Any) -> tuple[list[Any], Any]:
-    """What is directly in a node, and its treedef."""
-    return jax.tree.flatten(node, is_leaf=lambda x: x is not node)

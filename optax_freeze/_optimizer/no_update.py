@@ -10,16 +10,20 @@ from optax_freeze._errors import is_array
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import no_change
 from optax_freeze._spec.memory_kinds import is_on_host
-from optax_freeze._spec.tree import Leaf
+from optax_freeze._spec.tree import Leaf, Part
 
 
 def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
 
-    For a leaf in host memory a NumPy scalar, which adds to an array in any memory, and has no bytes to move.
+    For a ``Part`` one of zeros; for a leaf in host memory a NumPy scalar, which adds to an array in any memory, and has
+    no bytes to move.
     ``MaskedNode`` for an array without such a zero (PRNG keys), None for an object that is not an array, which Equinox
     skips.
     """
+    if part := next((x for x in (param, update) if leaf.index is not None and isinstance(x, Part)), None):
+        values = [x.values if isinstance(x, Part) else None for x in (update, param)]
+        return Part(zero(Leaf(leaf.path, jnp.shape(part.values), leaf.dtype), *values), part.index, part.shape)
     numbers = [x for x in (param, update) if isinstance(x, (int, float, complex))]
     if numbers:
         return _NoUpdate(-0.0) if isinstance(numbers[0], bool) else no_change(numbers[0])

@@ -15,7 +15,7 @@ from optax_freeze._report.table import Row
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
-from optax_freeze._spec.selection import FROZEN, DenseMask, RowSelection, Selection
+from optax_freeze._spec.selection import FROZEN, DenseMask, Selection, shape_of_part
 from optax_freeze._spec.tree import Leaf, PyTree, Rest
 
 
@@ -213,7 +213,7 @@ def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
         return Row(leaf.path, None, None, 0, 0, 0, 0)
     shape = leaf.shape
     if leaf.index is not None:
-        shape = leaf.index.shape_of_part(shape) if isinstance(leaf.index, RowSelection) else (leaf.index,)
+        shape = shape_of_part(leaf.index, shape)
     elements = math.prod(shape)
     frozen = elements if selection is FROZEN else 0
     if selection.in_part and leaf.index is None:

@@ -16,19 +16,21 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import to_device, to_memory_of
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
-from optax_freeze._spec.selection import TRAINABLE
+from optax_freeze._spec.selection import TRAINABLE, shape_of_part
 from optax_freeze._spec.source import refuse_other_rows
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 
 Tree = TypeVar("Tree")
 
 
-def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree, Tree]:
+def partition(params: Tree, frozen: Spec, *, as_arrays: bool = False, tied: Tied = "error") -> tuple[Tree, Tree]:
     """Splits the parameters into a tree of trainable parameters and a tree of the rest.
 
     Args:
       params: any pytree of arrays.
       frozen: the spec of the frozen parameters, in any form.
+      as_arrays: if True, the trainable rows of a leaf are an array instead of a :class:`optax_freeze.Part`, as the
+        optimizer inside :func:`optax_freeze.freeze` receives them. Such an array may broadcast against the full leaf.
       tied: what to do if the same array object is at two paths and only one of them is frozen: ``"error"`` raises an
         error, ``"ignore"`` allows it. Tracers are never checked.
 
@@ -58,7 +60,8 @@ def partition(params: Tree, frozen: Spec, *, tied: Tied = "error") -> tuple[Tree
         raise type_error(what, at=at, got=got, expected="a tree of parameters, as in equinox.partition", fix=fix)
     plan = make_plan(params, frozen, tied=tied)
     warn_of_extent(plan, params, frozen, stacklevel=2)
-    return split(params, plan)
+    trainable, rest = split(params, plan)
+    return (_tree.as_arrays(trainable) if as_arrays else trainable), rest
 
 
 def split(params: PyTree, plan: Plan) -> tuple[PyTree, PyTree]:
@@ -72,7 +75,8 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
     """Combines the two outputs of :func:`partition` into the full tree of parameters.
 
     Args:
-      trainable: the trainable parameters, with ``optax.MaskedNode()`` in place of other leaves.
+      trainable: the trainable parameters, or a tree of their structure from the state of an optimizer, with
+        ``optax.MaskedNode()`` in place of other leaves. The trainable rows of a leaf are a ``Part`` or an array.
       rest: all other leaves, with ``optax.MaskedNode()`` in place of trainable leaves.
 
     Returns:
@@ -109,6 +113,8 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(b, Rest) and not _tree.is_masked_node(a):
             shape, index = jnp.shape(b.array), b.selection.part_index
+            if index is not None and not isinstance(a, Part) and jnp.shape(a) == shape_of_part(index, shape):
+                a = Part(a, index, shape)  # as an optimizer inside `fz.freeze` has it
             if not isinstance(a, Part) or (a.index, a.shape) != (index, shape):
                 refuse_other_leaf(a, Leaf(paths()[i], shape, index=index), b.selection, "trainable")
             if isinstance(a, Part) and a.source is not None:

@@ -17,7 +17,14 @@ from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.memory_kinds import HOST, is_on_host
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, RowSelection, Selection
+from optax_freeze._spec.selection import (
+    FROZEN,
+    TRAINABLE,
+    DenseMask,
+    RowIndex,
+    RowSelection,
+    Selection,
+)
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
@@ -48,11 +55,16 @@ class Plan:
         """Whether no leaf trains."""
         return not self.own
 
+    @functools.cached_property
+    def part_indices(self) -> list[Any]:
+        """For each leaf the index of the ``Part`` that is its trainable part, or None."""
+        pairs = zip(self.leaves, self.selections, strict=True)
+        return [selection.part_index if leaf.index is None else leaf.index for leaf, selection in pairs]
+
     @property
     def has_parts(self) -> bool:
         """Whether the trainable part has a ``Part`` among its leaves."""
-        pairs = zip(self.leaves, self.selections, strict=True)
-        return any(leaf.index is not None or selection.part_index is not None for leaf, selection in pairs)
+        return any(index is not None for index in self.part_indices)
 
     @property
     def as_spec(self) -> ResolvedSpec:
@@ -164,12 +176,21 @@ class Plan:
         return taken
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
-        """The trainable part as a tree for an optimizer."""
+        """The trainable part as a tree for an optimizer: arrays, also of the leaves that train in part."""
         return jax.tree.unflatten(treedef, self.full(self.trainable_leaves(values)))
 
     def trainable_leaves(self, values: Sequence[Any]) -> dict[int, Any]:
-        """The trainable part of leaves, by their numbers: some of Optax's take arrays, and no Python numbers."""
-        return {i: jnp.asarray(value) if is_number(value) else value for i, value in self._taken(values).items()}
+        """The trainable part of leaves as arrays, by their numbers."""
+        taken = {i: value.values if isinstance(value, Part) else value for i, value in self._taken(values).items()}
+        return {i: jnp.asarray(value) if is_number(value) else value for i, value in taken.items()}
+
+    def parts_of(self, values: Sequence[Any]) -> list[Any]:
+        """The inverse of :meth:`trainable`: each array of a leaf that trains in part as its ``Part``."""
+        found = list(values)
+        for i, (value, leaf, index) in enumerate(zip(values, self.leaves, self.part_indices, strict=True)):
+            if index is not None and not _tree.is_leaf(value):
+                found[i] = Part(value, index, leaf.shape)
+        return found
 
     def with_sources(self, parts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """Each ``Part`` says where its rows come from."""

@@ -294,6 +294,11 @@ class RowIndex(RowSelection):
         return hit if self.others else ~hit
 
 
+def shape_of_part(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the ``values`` of a ``Part`` with this index, of a leaf of a shape."""
+    return index.shape_of_part(shape) if isinstance(index, RowSelection) else (index,)
+
+
 def row_index(mask: Any, axis: int, size: int, named: list[tuple[int, int]], inverted: bool) -> Selection:
     """The selection of a leaf whose rows in ``named``, ascending runs (start, stop), are frozen or, if inverted, train.
 

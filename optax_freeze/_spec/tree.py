@@ -170,6 +170,11 @@ def bare(node: Any) -> Any:
     return next(iter(jax.tree.leaves(node)), MASKED_NODE) if isinstance(node, Part) else node
 
 
+def as_arrays(tree: PyTree) -> PyTree:
+    """A tree in which each ``Part`` is the array of its values."""
+    return jax.tree.map(lambda node: node.values if isinstance(node, Part) else node, tree, is_leaf=is_leaf)
+
+
 @functools.cache
 def _is_inexact(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.inexact))

@@ -18,7 +18,15 @@ from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
+from optax_freeze._spec.selection import (
+    FROZEN,
+    TRAINABLE,
+    DenseMask,
+    DynamicRowIndex,
+    RowSelection,
+    Selection,
+    shape_of_part,
+)
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import outermost_states
 from optax_freeze._state.parameter_of import parameter_of
@@ -50,18 +58,21 @@ class _Subtree(NamedTuple):
     address: str | None  # None for fields of this library's own states, which `init` creates
     scope: Scope = Scope()
     parts: tuple[Mapping[str, Selection], ...] = ()  # the partially frozen leaves of the plans around it
+    indices: Mapping[str, tuple[Any, Any]] = {}  # `index` and `shape` of each `Part` that an optimizer has as an array
     optional: bool = False
     wrapper_field: bool = False
 
     def inside(self, name: str, plan: Plan | None = None, group: str | None = None) -> "_Subtree":
         """The subtree at ``name``, with the same address."""
-        (names, trains), parts = self.scope, self.parts
+        (names, trains), parts, indices = self.scope, self.parts, self.indices
         if plan is not None:
             selections = [(leaf.path, its) for leaf, its in zip(plan.leaves, plan.selections, strict=True)]
             trains = frozenset(path for path, selection in selections if selection is not FROZEN)
             parts = (*parts, {path: selection for path, selection in selections if selection.in_part})
+            pairs = zip(plan.leaves, plan.part_indices, strict=True)
+            indices = {leaf.path: (index, leaf.shape) for leaf, index in pairs if index is not None}
         names = names if group is None else (*names, group)
-        return self._replace(path=join(self.path, name), scope=Scope(names, trains), parts=parts)
+        return self._replace(path=join(self.path, name), scope=Scope(names, trains), parts=parts, indices=indices)
 
     def below(self, name: str, *, optional: bool = False, wrapper_field: bool = False) -> "_Subtree":
         """The subtree at ``name``, which is appended to the address."""
@@ -105,7 +116,10 @@ def join(*paths: str | None) -> str:
 
 
 class Entry(NamedTuple):
-    """One array, ``Part`` or ``MaskedNode`` of a state."""
+    """One array, ``Part`` or ``MaskedNode`` of a state.
+
+    What an optimizer has for a leaf that trains in part is a ``Part`` here: of an array, or of a list of arrays.
+    """
 
     address: str | None  # None for a field of this library's own states
     value: Any
@@ -116,6 +130,7 @@ class Entry(NamedTuple):
     leaf: str | None = None  # the path of the parameter that the array belongs to
     shape: tuple[int, ...] = ()  # the shape of this parameter
     selection: Selection | None = TRAINABLE  # the elements of this parameter that train, or None if unknown
+    nodes: int = 1  # how many leaves of the state it is
 
     @property
     def arrays(self) -> list[Any]:
@@ -138,8 +153,7 @@ class Entry(NamedTuple):
         """The shape of what an optimizer receives of its parameter."""
         if not isinstance(self.value, Part):
             return self.shape
-        index = self.value.index
-        return index.shape_of_part(self.shape) if isinstance(index, RowSelection) else (index,)
+        return shape_of_part(self.value.index, self.shape)
 
     @property
     def held(self) -> np.ndarray:
@@ -155,28 +169,59 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any], largest: int = 0) -> li
     """
     subtrees = sorted(_subtrees(state, _Subtree("", "")), key=lambda subtree: -len(subtree.path))
     entries: list[Entry] = []
+    indices: list[Mapping[str, Any]] = []
     for path, value in zip(_tree.paths(state), _tree.flatten(state)[0], strict=True):
         at = next(at for at in subtrees if not at.path or path == at.path or path.startswith(at.path + "/"))
         if at.address is None:
-            entries.append(Entry(None, value, optional=True))
+            entry = Entry(None, value, optional=True)
         else:
             address = join(at.address, path[len(at.path) :].lstrip("/"))
-            entries.append(Entry(address, value, at.scope, at.optional, at.parts, at.wrapper_field))
+            entry = Entry(address, value, at.scope, at.optional, at.parts, at.wrapper_field)
+        address = _address_of_list(entry, at.indices, shapes)
+        if address is not None and entries and (entries[-1].address, entries[-1].scope) == (address, entry.scope):
+            entries[-1] = entries[-1]._replace(value=[*entries[-1].value, value], nodes=entries[-1].nodes + 1)
+        else:
+            entries.append(entry if address is None else entry._replace(address=address, value=[value]))
+            indices.append(at.indices)
     owner_of = parameter_of((entry.address for entry in entries if entry.address is not None), shapes, largest)
-    return [entry if entry.optional else _with_leaf(entry, shapes, owner_of) for entry in entries]
+    pairs = zip(entries, indices, strict=True)
+    return [entry if entry.optional else _with_leaf(entry, its, shapes, owner_of) for entry, its in pairs]
 
 
-def _with_leaf(entry: Entry, shapes: Mapping[str, Any], owner_of: Callable[..., str | None]) -> Entry:
+def _address_of_list(entry: Entry, indices: Mapping[str, Any], shapes: Mapping[str, Any]) -> str | None:
+    """The address of the list that an array is in, if it is one for a leaf that trains in part: SM3 has such lists."""
+    segments = str(entry.address).split("/")
+    ends = lambda n: ("/".join(segments[i:n]) for i in range(n))  # noqa: E731
+    if entry.optional or not segments[-1].isdigit() or any(path in shapes for path in ends(len(segments))):
+        return None
+    is_of_part = any(path in indices for path in ("", *ends(len(segments) - 1)))
+    return "/".join(segments[:-1]) if is_of_part else None
+
+
+def _with_leaf(
+    entry: Entry, indices: Mapping[str, Any], shapes: Mapping[str, Any], owner_of: Callable[..., str | None]
+) -> Entry:
     """Adds the parameter that an entry belongs to, if there is one."""
-    leaf = owner_of(str(entry.address), isinstance(entry.value, Part))
+    leaf = owner_of(str(entry.address), True)
+    if leaf is None or not _is_part(entry.value, indices.get(leaf)):
+        leaf = owner_of(str(entry.address))
     if leaf is None:
         return entry
+    if leaf in indices and not _tree.is_leaf(entry.value):
+        entry = entry._replace(value=Part(entry.value, *indices[leaf]))
     # A leaf that is a hole among trainable parameters has no shape.
     shape: Any = shapes[leaf] or (entry.value.shape if isinstance(entry.value, Part) else ())
     if leaf == "" and not isinstance(entry.value, Part) and np.shape(entry.value)[-len(shape) :] != shape:
         return entry  # neither of the shape of the only parameter, nor a history of it
     around = [parts[leaf] for parts in entry.parts if leaf in parts]
     return entry._replace(leaf=leaf, shape=shape, selection=_selection(entry.value, around))
+
+
+def _is_part(value: Any, part: tuple[Any, Any] | None) -> bool:
+    """Whether what is at the path of a leaf is known to be its own: several arrays, or one of the shape of its part."""
+    if isinstance(value, Part) or part is None or _tree.is_leaf(value):
+        return isinstance(value, Part)
+    return isinstance(value, list) or np.shape(value) == shape_of_part(part[0], part[1] or ())
 
 
 def _selection(value: Any, around: Sequence[Selection]) -> Selection | None:

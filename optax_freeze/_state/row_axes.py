@@ -16,7 +16,7 @@ from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.init_with import eval_init, init_with
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, RowSelection
+from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, shape_of_part
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import states_in
 
@@ -51,12 +51,11 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0) -> Shapes:
 
 
 def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> tuple[list[Axes], list[bool]]:
-    """For each leaf and ``MaskedNode`` of ``tx.init(params)`` the axes of the rows, and whether these are certain."""
+    """For each of the ``nodes`` of ``tx.init(params)`` the axes of the rows, and whether these are certain."""
 
     def changed(more: int) -> list[Any]:
-        others = _tree.flatten(init_shapes(tx, params, more).state)[0]
-        pairs = zip(map(jax.tree.leaves, nodes), map(jax.tree.leaves, others), strict=True)
-        return [tuple(_first_difference(*each) for each in zip(*pair, strict=True)) for pair in pairs]
+        others = iter(jax.tree.leaves(init_shapes(tx, params, more).state))
+        return [tuple(_first_difference(array, next(others)) for array in jax.tree.leaves(node)) for node in nodes]
 
     longer = changed(1)
     axes = [tuple(None if axis == "rank" else axis for axis in each) for each in longer]
@@ -69,8 +68,7 @@ def _has_shape_of_part(node: Any) -> bool:
     """Whether all arrays of a ``Part`` have the shape of the trainable part, or none."""
     if not isinstance(node, Part):
         return True
-    index, shape = node.index, tuple(node.shape or ())
-    part = index.shape_of_part(shape) if isinstance(index, RowSelection) else (index,)
+    part = shape_of_part(node.index, tuple(node.shape or ()))
     return all(array.shape in (part, ()) for array in jax.tree.leaves(node))
 
 

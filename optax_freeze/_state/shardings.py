@@ -68,8 +68,9 @@ def state_shardings(tx: optax.GradientTransformation | optax.MultiSteps, params:
         state = tx.init(params)
         # By their addresses, but not by their paths, the moments of all groups are one tree of parameters.
         entries = entries_of(state, {path: its.shape for path, its in placed.items()})
-        pairs = zip(_tree.paths(state), entries, strict=True)
-        addresses.extend(path if entry.address is None else entry.address for path, entry in pairs)
+        found = [entry.address for entry in entries for _ in range(entry.nodes)]
+        pairs = zip(_tree.paths(state), found, strict=True)
+        addresses.extend(path if address is None else address for path, address in pairs)
         return state
 
     state = eval_init(init, params)

@@ -3,10 +3,9 @@
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
-from optax_freeze._errors import is_concrete, value_error
+from optax_freeze._errors import value_error
 from optax_freeze._gradient.group_gradients import GroupSpec
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
@@ -45,7 +44,7 @@ def spec_of(state: optax.OptState) -> Selector:
         plans = scheduled[0].current_plan
         own = tuple(plan.selections for plan in plans.plans)
         return GroupSpec(plans.names, plans.leaves, own, tuple(frozen_groups(scheduled[0]).values()))
-    if not states or any(_differ(states[0], other) for other in states[1:]):
+    if not states or any(states[0].differs(other) for other in states[1:]):
         what, fix = (
             "the state contains different specs",
             "one fz.freeze around the whole optimizer, also around fz.freeze_when or optax.multi_transform",
@@ -66,9 +65,3 @@ def _states(state: optax.OptState, kind: type) -> list[Any]:
     """The states of a kind that are in no other one; a builtin looks for them, since many groups have many nodes."""
     found = jax.tree.leaves(state, is_leaf=kind.__instancecheck__)
     return [x for x in found if isinstance(x, kind) and x.plan.leaves]  # type: ignore[attr-defined]
-
-
-def _differ(a: Any, b: Any) -> bool:
-    """Whether two states have different specs, or different masks as far as these have values."""
-    pairs = zip(a.current_plan.masks, b.current_plan.masks, strict=False)
-    return a.plan != b.plan or any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)

@@ -22,6 +22,8 @@ from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, Selection
 from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Part, PyTree
+from optax_freeze._state.entries import entries_of
+from optax_freeze._state.own_states import states_in
 from optax_freeze._verify import base_record
 from optax_freeze._verify.fingerprint import array_digest, as_texts
 
@@ -112,13 +114,15 @@ def paths_of_state(opt_state: PyTree) -> list[str]:
 
 
 def state_records(opt_state: PyTree) -> list[StateRecord]:
+    shapes = {leaf.path: leaf.shape for state in states_in(opt_state) for leaf in state.plan.leaves}
+    nodes = [entry.value for entry in entries_of(opt_state, shapes) for _ in entry.arrays]
+    pairs = zip(paths_of_state(opt_state), flatten_state(opt_state)[0], strict=True)
+    own = [(path, _tree.bare(node)) for path, node in pairs if jax.tree.leaves(node)]
     records = []
-    for path, node in zip(paths_of_state(opt_state), flatten_state(opt_state)[0], strict=True):
-        array = _tree.bare(node)
-        if not _tree.is_masked_node(array):
-            index = node.index if isinstance(node, Part) else None
-            part = record_of(index) if isinstance(index, Selection) else index
-            records.append(StateRecord(path, jax.ShapeDtypeStruct(np.shape(array), jax.numpy.result_type(array)), part))
+    for (path, array), node in zip(own, nodes, strict=True):
+        index = node.index if isinstance(node, Part) else None
+        part = record_of(index) if isinstance(index, Selection) else index
+        records.append(StateRecord(path, jax.ShapeDtypeStruct(np.shape(array), jax.numpy.result_type(array)), part))
     return records
 
 

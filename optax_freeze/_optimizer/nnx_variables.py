@@ -1,0 +1,86 @@
+"""NNX variables in an optimizer state.
+
+Tools of Flax and trainers expect an array in every variable of a state, with the axes of its parameter: they read its
+dtype, and place it by the sharding in the metadata of the variable. So a hole stands in place of the variable of a
+frozen parameter, and an array with other axes, or with rows that the mesh does not divide, stands alone. An optimizer
+is called with the values of variables, as ``nnx.Optimizer`` does, since holes and variables do not line up.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_freeze._errors import is_array
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.tree import Leaf, PyTree
+
+
+def stored(plan: Plan, treedef: Any, values: Sequence[Any]) -> PyTree:
+    """A tree of the parameters as it is stored in a state, with values that may be holes, vectors or row numbers."""
+    return _stored(plan, jax.tree.unflatten(treedef, values)) if plan.variables else treedef.unflatten(values)
+
+
+def _stored(plan: Plan, tree: PyTree) -> PyTree:
+    nodes, treedef = _tree.flatten(tree, _is_node)
+    pairs = zip(nodes, plan.leaves, strict=True)
+    return treedef.unflatten([node if _fits(node, leaf) else _content(node) for node, leaf in pairs])
+
+
+def _fits(node: Any, leaf: Leaf) -> bool:
+    """Whether a value has the axes of its parameter, which row numbers do not, and the mesh divides its rows."""
+    value: Any = _content(node)
+    if not is_array(value) or value.ndim != len(leaf.shape or ()) or jnp.issubdtype(value.dtype, jnp.integer):
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if not _tree.is_variable(node) or value.shape == leaf.shape or mesh.empty:
+        return True
+    spec = _content(sys.modules["flax.nnx"].get_partition_spec(node)) or ()
+    axes = [[name] if isinstance(name, str) else name or () for name in spec]
+    return all(
+        size % math.prod(mesh.shape[name] for name in names) == 0
+        for size, names in zip(value.shape, axes, strict=False)
+    )
+
+
+def stored_state(state: PyTree, plan: Plan, params: PyTree) -> PyTree:
+    """A state as it is stored, which an optimizer has made for ``params``; it may have made holes of its own."""
+    if not plan.variables:
+        return state
+    structure = _tree.flatten(params, _is_node)[1]
+
+    def is_like_params(node: Any) -> bool:
+        return type(node) is type(params) and _tree.flatten(node, _is_node)[1] == structure
+
+    def place(node: Any) -> Any:
+        return _stored(plan, node) if is_like_params(node) and structure.num_leaves == len(plan.leaves) else node
+
+    return jax.tree.map(place, state, is_leaf=lambda node: _is_node(node) or is_like_params(node))
+
+
+def values_in(tree: PyTree, plan: Plan) -> PyTree:
+    """A tree with the values of variables in their places."""
+    return jax.tree.map(_content, tree, is_leaf=_is_node) if plan.variables else tree
+
+
+def as_before(state: PyTree, like: PyTree, plan: Plan) -> PyTree:
+    """The inverse of :func:`values_in` for a new state: in the variables of ``like``, the one before."""
+    if not plan.variables or jax.tree.structure(values_in(like, plan)) != jax.tree.structure(state):
+        return state
+    return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state))
+
+
+def _is_node(node: Any) -> bool:
+    return _tree.is_variable(node) or _tree.is_leaf(node)
+
+
+def _content(node: Any) -> Any:
+    """What is in a variable; any other node as it is."""
+    if not _tree.is_variable(node):
+        return node
+    [value] = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+    return value
