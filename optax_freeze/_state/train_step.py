@@ -6,7 +6,7 @@ from typing import Any
 import optax
 
 from optax_freeze._errors import described, type_error, value_error
-from optax_freeze._gradient.grad import refuse_no_function, value_and_grad
+from optax_freeze._gradient.grad import parameters_first, refuse_no_function, refuse_several, value_and_grad
 from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.update_params import Update, update_params
@@ -23,6 +23,7 @@ def train_step(
     tx: optax.GradientTransformation | optax.MultiSteps,
     has_aux: bool = False,
     *,
+    argnums: int = 0,
     extra_args: Sequence[str] = (),
 ) -> Callable[..., tuple[PyTree, PyTree, Any]]:
     """Creates a training step that computes the gradients of the trainable parameters and updates them in place.
@@ -33,21 +34,23 @@ def train_step(
     only one group needs is computed where the group is updated.
 
     Args:
-      loss: the function to differentiate, called as ``loss(params, *args, **kwargs)``. It returns a scalar, or with
-        ``has_aux`` a pair of a scalar and anything.
+      loss: the function to differentiate, called as ``loss(params, *args, **kwargs)``, or with the parameters at
+        ``argnums``. It returns a scalar, or with ``has_aux`` a pair of a scalar and anything.
       tx: :func:`optax_freeze.freeze_when` or :func:`optax_freeze.freeze`, alone or inside another transformation.
       has_aux: whether ``loss`` returns a pair.
+      argnums: the position of the parameters among the arguments of ``loss``.
       extra_args: the names of extra arguments that the update of ``tx`` takes: ``"value"`` (the loss), ``"grad"``,
         ``"value_fn"`` or ``"obj_fn"`` (the loss as a function of the parameters), ``"grad_fn"`` (its gradient). Line
         searches such as L-BFGS take the first three.
 
     Returns:
       A function ``(params, state, *args, **kwargs) -> (params, state, value)``, where ``value`` is the result of
-      ``loss(params, *args, **kwargs)``. Donate its first two arguments.
+      ``loss`` and ``args`` are its other arguments in their order. Donate the first two arguments.
 
     Raises:
       TypeError: if ``loss`` is not a function, ``tx`` is not an optimizer, or ``extra_args`` is a single string.
-      ValueError: if ``extra_args`` contains another name; when the step is called: the errors of the functions above.
+      ValueError: if ``argnums`` is not a single int, or ``extra_args`` contains another name; when the step is called,
+        if ``argnums`` is out of range, and the errors of the functions above.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_freeze as fz
@@ -59,7 +62,9 @@ def train_step(
       ({'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}, 4.0)
     """
     refuse_no_function(loss, tx, _CALL)
+    refuse_several(argnums)
     _refuse_unknown(extra_args)
+    of_params_first = parameters_first(loss, argnums)
     update = as_transformation(tx, _CALL, other=loss).update
     of_groups = update.of_groups if isinstance(update, Update) else None
 
@@ -76,7 +81,7 @@ def train_step(
                 expected="step(params, state, *args)",
                 fix="swap the first two arguments",
             ) from error
-        of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
+        of_params = lambda params: of_params_first(params, *args, **kwargs)  # noqa: E731
         if isinstance(spec, GroupSpec) and not spec.is_known and of_groups is not None:
             found = gradient_of_groups(of_params, spec, params, has_aux)
         gradient = value_and_grad(of_params, spec, has_aux=has_aux)

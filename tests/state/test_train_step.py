@@ -177,6 +177,17 @@ def test_auxiliary_output_and_keywords(params):
     assert aux["n"] == 3
 
 
+@pytest.mark.parametrize("argnums", [1, -2])
+def test_parameters_at_another_position(params, argnums):
+    tx = fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1), "b": True})
+    of_batch_first = lambda x, p, scale: loss(p, x) * scale  # noqa: E731
+    one, two = (params, tx.init(params)), (params, tx.init(params))
+    for _ in range(2):
+        *one, value = fz.train_step(of_batch_first, tx, argnums=argnums)(*one, X, 2.0)
+        *two, expected = fz.train_step(lambda p, x: loss(p, x) * 2.0, tx)(*two, X)
+        assert bits((one, value)) == bits((two, expected))
+
+
 EXTRA_ARGS = {
     "line search": (optax.lbfgs(), ["value", "grad", "value_fn"]),
     "Hessian": (optax.contrib.sophia(0.1, update_interval=1), ["obj_fn"]),
