@@ -5,6 +5,7 @@ import itertools
 import re
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,6 +222,66 @@ def test_extra_arguments(params, name, coupled):
     with pytest.raises((TypeError, ValueError)) as caught:
         fz.train_step(loss, tx)(params, tx.init(params), X)
     assert caught.value.__notes__[-1] == f"fix: fz.train_step(loss, tx, extra_args={names})"
+
+
+def in_groups(**of_group):
+    """One optimizer for the leaves ``a`` and ``b``, and another for ``c`` and ``head``."""
+    return optax.partition(of_group, {"a": "first", "b": "first", "c": "second", "head": "second"})
+
+
+MASKS = {
+    "leaf": True,
+    "rows": fz.rows([0, 3]),
+    "compact": fz.elements(np.eye(8, dtype=bool), compact=True),
+    "dense": fz.elements(np.eye(8, dtype=bool)),
+    "dynamic": fz.rows(jnp.array([0, 3])),
+}
+PARTITIONED = {
+    **{
+        name: in_groups(first=fz.freeze(optax.adam(0.1), fz.rules({"a": mask})), second=optax.sgd(0.1))
+        for name, mask in MASKS.items()
+    },
+    "two of freeze": in_groups(first=fz.freeze(optax.adam(0.1), "a"), second=fz.freeze(optax.sgd(0.1), "c")),
+    "two of freeze_when": in_groups(
+        first=fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1)}),
+        second=fz.freeze_when(optax.sgd(0.1), {"c": (fz.rows([0, 3]), True)}),
+    ),
+    "freeze_when alone": in_groups(
+        first=fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1)}), second=optax.sgd(0.1)
+    ),
+    "both": in_groups(
+        first=fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1)}),
+        second=fz.freeze(optax.sgd(0.1), fz.rules({"c": fz.rows([0, 3]), "head": True})),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTITIONED)
+@pytest.mark.parametrize("jit", [True, False])
+def test_in_the_groups_of_a_partition(params, name, jit):
+    """A leaf of another group trains, also where its optimizer freezes nothing."""
+    tx = PARTITIONED[name]
+    step = jax.jit(fz.train_step(loss, tx)) if jit else fz.train_step(loss, tx)
+    (new, state), (expected, of_update) = (params, tx.init(params)), (params, tx.init(params))
+    for _ in range(3):
+        new, state, _ = step(new, state, X)
+        updates, of_update = tx.update(jax.grad(loss)(expected, X), of_update, expected)
+        expected = optax.apply_updates(expected, updates)
+        close(new, expected)
+    assert bits(new["c"]) != bits(params["c"]) or name == "two of freeze"
+
+
+def test_modules_in_the_groups_of_a_partition():
+    model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+    labels = fz.labels_by_path({"layers/0/**": "first"}, default="second")
+    tx = optax.partition(
+        {"first": fz.freeze_when(optax.sgd(0.1), {"layers/0/weight": fz.alternate(1)}), "second": optax.sgd(0.1)},
+        labels,
+    )
+    step = eqx.filter_jit(fz.train_step(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), tx))
+    new, *_ = step(model, tx.init(model), X)
+    moved = jax.tree.map(lambda a, b: bits(a) != bits(b), new.layers, model.layers)
+    assert jax.tree.leaves(moved) == [False, True, True, True]
 
 
 class TestInsideOfShardMap:
