@@ -1,21 +1,23 @@
 """Builds a whole training step, in which the gradient of a group is computed where the group is updated."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optax
 
-from optax_freeze._errors import described, type_error, value_error
+from optax_freeze._errors import described, in_one_line, type_error, value_error
 from optax_freeze._gradient.grad import parameters_first, refuse_no_function, refuse_several, value_and_grad
 from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.update_params import Update, update_params
+from optax_freeze._optimizer.update_params import Update, succeeds, update_params, with_zeros
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import states_in
 from optax_freeze._state.spec_of import spec_of
 
 _CALL = "fz.train_step(loss, tx)"
 _EXTRA_ARGS = ("value", "grad", "value_fn", "obj_fn", "grad_fn")
+_KINDS = ("value",), ("obj_fn",), ("grad_fn",), ("value", "grad", "value_fn")  # what Optax's optimizers need
 
 
 def train_step(
@@ -89,25 +91,45 @@ def train_step(
         value_fn = (lambda params: of_params(params)[0]) if has_aux else of_params
         known = {
             "value": value[0] if has_aux else value,
-            "grad": grads,
             "value_fn": value_fn,
             "obj_fn": value_fn,
             "grad_fn": lambda params, *_: gradient(params)[1],
         }
-        given = {name: known[name] for name in extra_args}
-        try:
+
+        def update_with(names: Sequence[str], grads: PyTree) -> tuple[PyTree, PyTree]:
+            given = {name: grads if name == "grad" else known[name] for name in names}
             if found is not None and of_groups is not None:
-                new, state = of_groups(found, state, params, given)
-            else:
-                new, state = update_params(tx, grads, state, params, **given)
+                return of_groups(found, state, params, given)
+            return update_params(tx, grads, state, params, **given)
+
+        try:
+            new, new_state = update_with(extra_args, grads)
         except (TypeError, ValueError) as error:
-            asked = [name for name in known if f"'{name}'" in str(error) or (name[-3:] == "_fn" and name in str(error))]
-            if asked and not {*asked} & {*extra_args}:
-                error.add_note(f"fix: fz.train_step(loss, tx, extra_args={asked})")
-            raise
-        return new, state, value
+            full = grads if found is not None else with_zeros(grads, params)
+            names = _needed(extra_args, lambda names: update_with(names, full))
+            if names is None:
+                raise
+            raise (type_error if isinstance(error, TypeError) else value_error)(
+                "the optimizer takes extra arguments",
+                at="extra_args",
+                got=f"{list(extra_args)}: {in_one_line(error)}",
+                expected="the names of all that its update needs",
+                fix=f"fz.train_step(loss, tx, extra_args={names})",
+            ) from error
+        return new, new_state, value
 
     return step
+
+
+def _needed(given: Sequence[str], update: Callable[[Sequence[str]], Any]) -> list[str] | None:
+    """The names of the extra arguments with which an update succeeds that failed; None if it does not."""
+    if succeeds(lambda: update(given)):  # with other gradients than those that failed
+        return None
+    for kinds in (*itertools.combinations(_KINDS, 1), *itertools.combinations(_KINDS, 2)):
+        names = [name for name in _EXTRA_ARGS if name in {*given}.union(*kinds)]
+        if len(names) > len({*given}) and succeeds(lambda names=names: update(names)):
+            return names
+    return None
 
 
 def _refuse_unknown(extra_args: Sequence[str]) -> None:

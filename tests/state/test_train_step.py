@@ -219,9 +219,40 @@ def test_extra_arguments(params, name, coupled):
         new, state, _ = step(params, each.init(params), X)
         new, state, _ = step(new, state, X)
         close(new, by_hand)
-    with pytest.raises((TypeError, ValueError)) as caught:
-        fz.train_step(loss, tx)(params, tx.init(params), X)
-    assert caught.value.__notes__[-1] == f"fix: fz.train_step(loss, tx, extra_args={names})"
+        for some in ([], names[1:]) if len(names) > 1 else ([],):
+            with pytest.raises((TypeError, ValueError), match="the optimizer takes extra arguments") as caught:
+                fz.train_step(loss, each, extra_args=some)(params, each.init(params), X)
+            assert str(caught.value).endswith(f"fix: fz.train_step(loss, tx, extra_args={names})")
+
+
+OUTSIDE = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "its transformation": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
+    "momentum": lambda tx: optax.chain(optax.trace(0.9), tx),
+    "SAM": lambda tx: optax.contrib.sam(tx, optax.sgd(0.05), sync_period=2),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("mask", ["leaf", "dynamic"])
+def test_a_state_for_all_parameters_around_freeze(params, name, mask):
+    inner, frozen = optax.adam(0.1), fz.rules({"a": MASKS[mask]})
+    tx = OUTSIDE[name](fz.freeze(inner, frozen))
+    with pytest.raises(ValueError, match=r"outside of fz\.freeze needs"):
+        jax.jit(fz.train_step(loss, tx))(params, tx.init(params), X)
+    tx = fz.freeze(OUTSIDE[name](inner), frozen)
+    jax.jit(fz.train_step(loss, tx))(params, tx.init(params), X)
+
+
+def test_a_line_search_around_freeze_needs_both(params):
+    search = optax.scale_by_backtracking_linesearch(5)
+    tx, names = optax.chain(fz.freeze(optax.sgd(1.0), "a"), search), ["value", "grad", "value_fn"]
+    for given, what in (([], "the optimizer takes extra arguments"), (names, r"outside of fz\.freeze")):
+        with pytest.raises((TypeError, ValueError), match=what):
+            fz.train_step(loss, tx, extra_args=given)(params, tx.init(params), X)
+    tx = fz.freeze(optax.chain(optax.sgd(1.0), search), "a")
+    fz.train_step(loss, tx, extra_args=names)(params, tx.init(params), X)
 
 
 def in_groups(**of_group):
