@@ -71,23 +71,26 @@ def train_step(
     of_groups = update.of_groups if isinstance(update, Update) else None
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
+        of_params = lambda params: of_params_first(params, *args, **kwargs)  # noqa: E731
         try:
             spec, found = spec_of(state), None
+            if isinstance(spec, GroupSpec) and not spec.is_known and of_groups is not None:
+                found = gradient_of_groups(of_params, spec, params, has_aux)
+            gradient = value_and_grad(of_params, spec, has_aux=has_aux)
+            value, grads = gradient(params) if found is None else (found.value, None)
         except ValueError as error:
             if not states_in(params):
                 raise
+            swapped = not states_in(state)
             raise value_error(
-                "the parameters and the state are swapped",
+                "the parameters and the state are swapped" if swapped else "a whole training state as the parameters",
                 at="step",
-                got="a state of an optimizer as the first argument",
+                got="a state of an optimizer"
+                + " as the first argument" * swapped
+                + " in the parameters" * (not swapped),
                 expected="step(params, state, *args)",
-                fix="swap the first two arguments",
+                fix="swap the first two arguments" if swapped else "step(state.params, state.opt_state, *args)",
             ) from error
-        of_params = lambda params: of_params_first(params, *args, **kwargs)  # noqa: E731
-        if isinstance(spec, GroupSpec) and not spec.is_known and of_groups is not None:
-            found = gradient_of_groups(of_params, spec, params, has_aux)
-        gradient = value_and_grad(of_params, spec, has_aux=has_aux)
-        value, grads = gradient(params) if found is None else (found.value, None)
         value_fn = (lambda params: of_params(params)[0]) if has_aux else of_params
         known = {
             "value": value[0] if has_aux else value,
