@@ -241,13 +241,9 @@ def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
 def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
     """Raises ``TypeError`` unless ``fun`` is a function."""
     if not callable(fun):
-        raise type_error(
-            "the first argument must be a function",
-            at="the first argument",
-            got=described(fun),
-            expected=call,
-            fix="swap the arguments" if callable(frozen) else "pass the loss function first",
-        )
+        what, at = "the first argument must be a function", "the first argument"
+        fix = "swap the arguments" if callable(frozen) else "pass the loss function first"
+        raise type_error(what, at=at, got=described(fun), expected=call, fix=fix)
 
 
 def refuse_several(argnums: Any) -> None:
