@@ -256,6 +256,7 @@ _BY_FILE = {
         ),
     ],
     ("_optimizer/leafwise.py", "tests/optimizer/test_leafwise.py"): [
+        ("return bool(functions) and all(", "return all(", "-k another_version"),
         ("return _code(function) in leafwise", "return True", ""),
     ],
     ("_optimizer/no_update.py", "tests/test_model_libraries.py"): [
@@ -269,7 +270,12 @@ _BY_FILE = {
         ("+ (ahead - period)) // period % 2 == (turns + 1) % 2", "+ offset) // period % 2 == 0", "-k any_step"),
     ],
     ("_optimizer/update_unless.py", "tests/test_python_numbers.py"): [
-        ("    old = jnp.asarray(old, new.dtype) if is_number(old) else old\n", "", "-k closes_over"),
+        ("    old = jnp.asarray(old, new.dtype) if is_scalar(old) else old\n", "", "-k closes_over"),
+        (
+            "if is_scalar(old) else old",
+            "if is_scalar(old) and type(old) is float else old",
+            "tests/test_model_libraries.py -k bool_in",
+        ),
         (
             "list(map(vary_alike, new(carry[1]), carry[1]))",
             "new(carry[1])",
@@ -329,6 +335,7 @@ _BY_FILE = {
         (" and not task.eqn.has_effects", "", "-k runs_nothing"),
     ],
     ("_precompute/inputs.py", "tests/precompute"): [
+        ("which + (which < argnums) if", "which if", "tests/precompute/test_precompute.py -k another_position"),
         ("region.within(self.trainable) is None", "False", "-k frozen_rows_that_are_read"),
         (
             "is_rows and not np.intersect1d(region.numbers, self.trainable.numbers).size",
@@ -421,7 +428,7 @@ _BY_FILE = {
         ),
     ],
     ("_optimizer/update_params.py", "tests/optimizer/test_update_params.py"): [
-        ('if "MaskedNode" in str(error):', "if False:", "-k belong_inside"),
+        ("if full is grads or not succeeds(", "if True or not succeeds(", "-k belong_inside"),
         ('    __name__ = "update"\n', "", "-k name_for_named"),
     ],
     ("_program/host_lookups.py", "tests/gradient/test_from_the_host.py"): [
@@ -877,11 +884,23 @@ _BY_FILE = {
         ("{each for each, _, _ in known if each == name} or ", "", "-k set_by_path_or_together"),
         ("in known if each in own):", "in known[:1] if each in own):", "-k set_by_path_or_together"),
     ],
+    ("_state/spec_of.py", "tests/state/test_train_step.py"): [
+        (
+            "if (spec := _spec_of_masked(state)) is not None:",
+            "if (spec := None) is not None:",
+            "-k groups_of_a_partition",
+        ),
+    ],
     ("_state/train_step.py", "tests/state/test_train_step.py"): [
         ('"value": value[0] if has_aux else value', '"value": value', "-k extra_arguments"),
         ("(lambda params: of_params(params)[0]) if has_aux else of_params", "of_params", "-k extra_arguments"),
-        ("error.add_note(f", "str(f", "-k extra_arguments"),
-        ("and of_groups is not None:\n            found", "and True:\n            found", "-k other_transformations"),
+        ("            if names is None:", "            if True:", "-k extra_arguments"),
+        ("if succeeds(lambda: update(given)):", "if False:", "-k around_freeze"),
+        (
+            "and of_groups is not None:\n                found",
+            "and True:\n                found",
+            "-k other_transformations",
+        ),
     ],
     ("_verify/base_record.py", "tests/test_checkpoint.py"): [
         ("else os.path.realpath(where)", "else os.path.abspath(where)", "-k 'two_threads and False'"),

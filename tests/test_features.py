@@ -171,10 +171,13 @@ def between(params, x, rate, y, *, scale):
 
 
 @pytest.mark.parametrize(
-    ("recurring", "by_name"), [((1, 3, 4), True), (("x", "y", "scale"), False), (("scale", 3, "x"), True)]
+    ("recurring", "by_name"), [((1, 3, 4), True), (("x", "y", "scale"), False), (("scale", 3, "x"), True), (None, True)]
 )
 def test_several_arguments_that_recur_stand_in_their_places(recurring, by_name, tmp_path):
     once = fz.precompute(between, "encoder", recurring, example_axis=0)
+    if recurring is None:  # the parameters come third
+        at_2 = lambda x, rate, params, y, *, scale: between(params, x, rate, y, scale=scale)  # noqa: E731
+        once, by_name = fz.precompute(at_2, "encoder", (0, 3, "scale"), argnums=2, example_axis=0), False
     batches = [(x, x[:, :1], 2.0) for x in X]
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     if by_name:

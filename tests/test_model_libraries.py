@@ -316,6 +316,60 @@ def test_a_number_without_a_gradient_has_no_update(tx, jit_init, gradient):
         assert (new["scale"], new["module"].rate) == (2.0, 0.5)
 
 
+CALLED = {
+    "mask": (
+        lambda tree: optax.inject_hyperparams(optax.adamw)(0.1, mask=tree),
+        lambda tree: optax.inject_hyperparams(optax.adamw, static_args="mask")(0.1, mask=tree),
+        eqx.is_array,
+        "static_args='mask'",
+    ),
+    "labels": (
+        lambda tree: optax.partition({"all": optax.adam(0.1)}, tree),
+        lambda tree: optax.partition({"all": optax.adam(0.1)}, lambda _: tree),
+        lambda _: "all",
+        "lambda _: labels",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLED)
+@pytest.mark.parametrize("freeze", [fz.freeze, lambda tx, frozen: fz.freeze_when(tx, {frozen: fz.unfreeze_at(1)})])
+def test_a_module_that_optax_calls(name, freeze):
+    """A mask or labels of the type of the model is callable."""
+    wrong, right, kind, fix = CALLED[name]
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+    tree = jax.tree.map(kind, model)
+    with pytest.raises(TypeError, match=rf"(?s)Optax takes a callable pytree .*fix: .*{fix}"):
+        freeze(wrong(tree), "layers/0/**").init(model)
+    tx = freeze(right(tree), "layers/0/**")
+    step = eqx.filter_jit(fz.train_step(lambda model, x: jnp.sum(model(x) ** 2), tx))
+    new, *_ = step(model, tx.init(model), jnp.ones(2))
+    fz.assert_frozen(model, new, "layers/0/**")
+
+
+def test_an_error_of_a_module_that_is_a_schedule_is_its_own():
+    class Broken(eqx.Module):
+        rate: float = 0.1
+
+        def __call__(self, count):
+            raise KeyError("no rate")
+
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    with pytest.raises(KeyError, match="no rate"):
+        fz.freeze(optax.inject_hyperparams(optax.sgd)(Broken()), "bias").init(model)
+
+
+def test_a_bool_in_the_state_of_a_group():
+    """As where ``optax.inject_hyperparams`` calls a function for a mask."""
+    init = lambda params: {"is_first": True, "n": 3}  # noqa: E731
+    inner = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    tx = fz.freeze_when(inner, {"bias": fz.unfreeze_at(1)})
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    step = eqx.filter_jit(fz.train_step(lambda model, x: jnp.sum(model(x)), tx))
+    new, *_ = step(*step(model, tx.init(model), jnp.ones(2))[:2], jnp.ones(2))
+    assert bool((new.bias != model.bias).all())
+
+
 def test_an_array_without_a_gradient_is_still_an_error():
     params = {"scale": jnp.array(2.0), "w": jnp.ones(2)}
     tx = fz.freeze(optax.sgd(0.1), False)

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import optax
 
-from optax_freeze._errors import described, is_int, type_error, value_error
+from optax_freeze._errors import counted, described, is_int, type_error, value_error
 from optax_freeze._gradient.dense_gradient import value_and_grad_of_plan
 from optax_freeze._gradient.group_gradients import GroupSpec, value_and_grad_of_groups
 from optax_freeze._spec import tree as _tree
@@ -245,13 +245,9 @@ def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
 def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
     """Raises ``TypeError`` unless ``fun`` is a function."""
     if not callable(fun):
-        raise type_error(
-            "the first argument must be a function",
-            at="the first argument",
-            got=described(fun),
-            expected=call,
-            fix="swap the arguments" if callable(frozen) else "pass the loss function first",
-        )
+        what, at = "the first argument must be a function", "the first argument"
+        fix = "swap the arguments" if callable(frozen) else "pass the loss function first"
+        raise type_error(what, at=at, got=described(fun), expected=call, fix=fix)
 
 
 def refuse_several(argnums: Any) -> None:
@@ -270,16 +266,32 @@ def of_parameters(
     fun: Callable[..., T], argnums: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[PyTree], T], PyTree]:
     """A call of ``fun`` as a function of its parameters alone, and the parameters."""
-    if not -len(args) <= argnums < len(args):
+    i = _position(argnums, len(args))
+    return lambda params: fun(*args[:i], params, *args[i + 1 :], **kwargs), args[i]
+
+
+def parameters_first(fun: Callable[..., T], argnums: int) -> Callable[..., T]:
+    """``fun``, which takes its parameters at ``argnums``, as a function of them and then of its other arguments."""
+
+    @functools.wraps(fun)
+    def of_parameters(params: PyTree, /, *args: Any, **kwargs: Any) -> T:
+        i = _position(argnums, len(args) + 1)
+        return fun(*args[:i], params, *args[i:], **kwargs)
+
+    return of_parameters
+
+
+def _position(argnums: int, count: int) -> int:
+    """The position of the parameters in a call with ``count`` positional arguments."""
+    if not -count <= argnums < count:
         raise value_error(
             "`argnums` is out of range",
             at=f"argnums={argnums}",
-            got=f"a call with {len(args)} positional arguments",
+            got=f"a call with {counted(count, 'positional argument', 'positional arguments')}",
             expected="the parameters at that position",
-            fix="pass the parameters by position, not by keyword",
+            fix="pass the parameters, and the arguments before them, by position, not by keyword",
         )
-    i = argnums % len(args)
-    return lambda params: fun(*args[:i], params, *args[i + 1 :], **kwargs), args[i]
+    return argnums % count
 
 
 def plan_of(params: PyTree, frozen: Spec) -> Plan:

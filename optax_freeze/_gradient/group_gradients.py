@@ -172,7 +172,11 @@ def gradient_of_groups(
 ) -> GradientOfGroups | None:
     """The gradient of ``fun(params)`` for each group; None if the function cannot be traced."""
     _refuse_constant_rows(spec, params)
-    dense = DenseGradient(fun, make_plan(params, spec.spec_of_set(())), params, has_aux, holomorphic)
+    plan = make_plan(params, spec.spec_of_set(()))
+    could_train = [leaf.inexact for leaf in plan.leaves]  # not an object in a group of `optax.partition`
+    own = [[s if could else FROZEN for s, could in zip(its, could_train, strict=True)] for its in spec.selections]
+    spec = dataclasses.replace(spec, selections=tuple(map(tuple, own)))
+    dense = DenseGradient(fun, plan, params, has_aux, holomorphic)
     return GradientOfGroups(dense, spec) if dense.trace() else None
 
 

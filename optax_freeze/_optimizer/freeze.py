@@ -15,6 +15,7 @@ import optax
 from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
 from optax_freeze._optimizer.around import around, as_parts
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
+from optax_freeze._optimizer.called_trees import saying_what_optax_calls
 from optax_freeze._optimizer.init_with import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
 from optax_freeze._optimizer.nnx_variables import stored
@@ -161,7 +162,8 @@ def freeze(
             accepted.add(plan.without_masks()), stored(plan, plan.treedef, masks) if has_masks else (), ()
         )
         plan = state.current_plan
-        inner_state = init_inner(transform(plan), plan, params)
+        with saying_what_optax_calls():
+            inner_state = init_inner(transform(plan), plan, params)
         return with_own_buffers(state._replace(inner_state=inner_state), params)
 
     def update(

@@ -18,6 +18,7 @@ from optax_freeze._errors import described, value_error
 from optax_freeze._gradient.group_gradients import GradientOfGroups, replaced, zeroed
 from optax_freeze._optimizer.around import around, as_parts
 from optax_freeze._optimizer.as_transformation import as_transformation
+from optax_freeze._optimizer.called_trees import saying_what_optax_calls
 from optax_freeze._optimizer.conditions import decide, global_norm
 from optax_freeze._optimizer.given_groups import GivenGroup, parse_groups
 from optax_freeze._optimizer.group_leaves import GroupLeaves, GroupState
@@ -268,7 +269,8 @@ def _init(
     tx: optax.GradientTransformation, plan: Plan, params: PyTree, init: Callable[..., optax.OptState] = init_inner
 ) -> optax.OptState:
     try:
-        return init(tx, plan, params)
+        with saying_what_optax_calls():
+            return init(tx, plan, params)
     except IndexError:  # Optax's line searches look at the first leaf
         if not plan.all_frozen:
             raise

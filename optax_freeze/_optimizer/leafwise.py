@@ -34,25 +34,33 @@ def leafwise_transformations() -> tuple[optax.GradientTransformation, ...]:
 
 
 @functools.cache
-def _known_code() -> tuple[set[int], set[int]]:
+def _known_code() -> tuple[set[Any], set[Any]]:
     """The code of functions that do not depend on the tree; and of those that only call others in their closure."""
     plain = optax.GradientTransformation(*optax.identity())
     leafwise = {_code(function) for tx in leafwise_transformations() for function in tx}
     combining = {
         _code(function) for tx in (optax.chain(plain), optax.with_extra_args_support(plain)) for function in tx
     }
-    return leafwise, combining - leafwise
+    return leafwise - {None}, combining - leafwise - {None}
 
 
-def _code(function: Any) -> int:
-    """What all functions have in common that one ``def`` makes."""
-    return id(getattr(function, "__code__", None))
+def _code(function: Any) -> Any:
+    """What all functions have in common that one ``def`` makes; None for other callables."""
+    return id(function.__code__) if hasattr(function, "__code__") else None
 
 
 def is_leafwise(function: Any) -> bool:
-    """Whether ``init`` or ``update`` of a transformation does the same for a list of leaves as for any tree of them."""
+    """Whether ``init`` or ``update`` of a transformation does the same for a list of leaves as for any tree of them.
+
+    A function that combines others is leafwise if its closure holds nothing else, and these are leafwise.
+    """
     leafwise, combining = _known_code()
     if _code(function) not in combining:
         return _code(function) in leafwise
-    [content] = [cell.cell_contents for cell in function.__closure__]
-    return all(map(is_leafwise, [content.update] if isinstance(content, optax.GradientTransformation) else content))
+    try:
+        [content] = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # in another version of Optax: another number of cells, or an empty one
+        return False
+    of_one = isinstance(content, optax.GradientTransformation)
+    functions = [content.update] if of_one else content if isinstance(content, tuple) else []
+    return bool(functions) and all(map(is_leafwise, functions))

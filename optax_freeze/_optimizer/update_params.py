@@ -5,18 +5,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import described, type_error
+from optax_freeze._errors import described, in_one_line, is_array, type_error, value_error
 from optax_freeze._optimizer.around import around, as_parts, refuse_updates_of_another, remember
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import apply_updates
-from optax_freeze._spec.tree import PyTree
+from optax_freeze._spec.tree import Part, PyTree
 
 _CALL = "fz.update_params(tx, grads, state, params)"
-_OUTSIDE = """fix: put the whole optimizer inside fz.freeze
-(a transformation outside of it has a state for all parameters; these gradients are of the trainable ones only)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,8 @@ def update_params(
 
     Raises:
       TypeError: if ``tx`` is not an optimizer, or ``params`` is None.
-      ValueError: if gradients and parameters differ in structure; whatever ``tx.update`` raises.
+      ValueError: if gradients and parameters differ in structure; if ``tx`` needs the gradients of all parameters and
+        ``grads`` are those of the trainable ones; whatever ``tx.update`` raises.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -106,7 +106,35 @@ def update_params(
     try:
         updates, state = update(grads, state, params, **extra_args)
     except (TypeError, ValueError) as error:
-        if "MaskedNode" in str(error):
-            error.add_note(_OUTSIDE)
-        raise
+        full = with_zeros(grads, params)
+        given = {name: full if value is grads else value for name, value in extra_args.items()}
+        if full is grads or not succeeds(lambda: update(full, state, params, **given)):
+            raise
+        raise value_error(
+            "a transformation outside of fz.freeze needs the gradients of all parameters",
+            at="tx",
+            got=f"gradients of the trainable parameters only: {in_one_line(error)}",
+            expected="fz.freeze around the whole optimizer",
+            fix="put everything inside, such as tx = fz.freeze(optax.MultiSteps(optax.adam(1e-3), 4), frozen); "
+            "then state = tx.init(params)",
+        ) from error
     return apply_updates(params, updates), state
+
+
+def succeeds(call: Callable[[], Any]) -> bool:
+    """Whether a call can be traced, which computes nothing."""
+    try:
+        jax.eval_shape(lambda: jax.tree.leaves(call()))
+    except Exception:
+        return False
+    return True
+
+
+def with_zeros(grads: PyTree, params: PyTree) -> PyTree:
+    """Zeros in place of each gradient of less than its parameter; ``grads`` itself if there is none."""
+    values, treedef = _tree.flatten(params)
+    given = _tree.flatten_beside(treedef, grads)[0]
+    is_less = lambda grad: _tree.is_masked_node(grad) or isinstance(grad, Part)  # noqa: E731
+    less = [is_less(grad) and is_array(x) and not isinstance(x, Part) for grad, x in zip(given, values, strict=True)]
+    full = [jnp.zeros_like(x) if part else grad for grad, x, part in zip(given, values, less, strict=True)]
+    return jax.tree.unflatten(treedef, full) if any(less) else grads

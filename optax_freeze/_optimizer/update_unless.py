@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from optax_freeze._errors import is_number
+from optax_freeze._errors import is_scalar
 from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._program.regions import cast_to_vary, varies
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
@@ -65,7 +65,7 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
     for _ in range(_MOST_CHANGES):  # a number that becomes float32 may make moments float32 in the next step
         after, before = jax.eval_shape(new, leaves), leaves
         leaves = [_of_type(*each, frozen) for each in zip(leaves, after, strict=True)]
-        if all(now is old or is_number(old) for now, old in zip(leaves, before, strict=True)):
+        if all(now is old or is_scalar(old) for now, old in zip(leaves, before, strict=True)):
             break
 
     def once(carry: Any) -> Any:
@@ -83,7 +83,7 @@ def _of_type(old: Any, new: Any, frozen: Any) -> Any:
     Moments of bfloat16 parameters become float32 in the first update, if the gradients are. Inside ``jax.shard_map``,
     what is equal on all devices before the step may vary after it.
     """
-    old = jnp.asarray(old, new.dtype) if is_number(old) else old
+    old = jnp.asarray(old, new.dtype) if is_scalar(old) else old
     old = cast_to_vary(old, varies(jax.typeof(new)) | varies(jax.typeof(frozen)))
     return old if old.dtype == new.dtype else old.astype(new.dtype)
 

@@ -71,11 +71,16 @@ def parameters(plan: Plan, values: Sequence[Any]) -> list[Input]:
 
 
 class Arguments:
-    """The arguments of a function after the parameters, and which of them recur."""
+    """The arguments of a function beside its parameters, which are at ``argnums``, and which of them recur.
 
-    def __init__(self, fun: Callable[..., Any], recurring: int | str | Sequence[int | str]) -> None:
+    In ``names`` and ``recurring``, and in the calls, the parameters are the first argument.
+    """
+
+    def __init__(self, fun: Callable[..., Any], argnums: int, recurring: int | str | Sequence[int | str]) -> None:
+        self._argnums = argnums
         several: Any = recurring if isinstance(recurring, (list, tuple)) else [recurring]
-        fix = "recurring=1 for the batch of loss(params, batch)"
+        batch, call = (0, "loss(batch, params)") if argnums else (1, "loss(params, batch)")
+        fix = f"recurring={batch} for the batch of {call}"
         if not several or not all(is_int(which) or isinstance(which, str) for which in several):
             raise type_error(
                 "`recurring` does not name an argument",
@@ -85,22 +90,33 @@ class Arguments:
                 fix=fix,
             )
         try:
-            self.names = [*inspect.signature(fun).parameters]
+            named = [*inspect.signature(fun).parameters.values()]
         except (TypeError, ValueError):
-            self.names = []
-        self.recurring = {self._name(which) for which in several}
-        if self._name(0) in self.recurring or any(is_int(w) and w < 0 for w in several):
+            named = []
+        variadic = next((i for i, each in enumerate(named) if each.kind is each.VAR_POSITIONAL), len(named))
+        self.names = [each.name for each in named[:variadic]]
+        self.keyword_only = {each.name for each in named if each.kind is each.KEYWORD_ONLY}
+        of_params = self.names.pop(argnums) if argnums < variadic else None
+        self.names.insert(0, of_params or "the parameters")
+        places = [which + (which < argnums) if is_int(which) else which for which in several if which != argnums]
+        self.recurring = {self._name(which) for which in places}
+        if len(places) < len(several) or of_params in places or any(is_int(w) and w < 0 for w in several):
+            after = f"positions from 0 on, except {argnums}" if argnums else "positions from 1 on"
             raise value_error(
-                "`recurring` must name arguments after the parameters",
+                "`recurring` must name other arguments than the parameters",
                 at="recurring",
                 got=described(recurring),
-                expected="positions from 1 on, or names of arguments after the parameters",
+                expected=f"{after}, or names of other arguments than the parameters",
                 fix=fix,
             )
 
     def _name(self, which: Any) -> Any:
         """The name of an argument, or its position if the name is not known."""
         return self.names[which] if is_int(which) and 0 <= which < len(self.names) else which
+
+    def _given(self, argument: Any) -> Any:
+        """A name, or a position as the user counts: among the arguments of the function."""
+        return argument - (argument <= self._argnums) if is_int(argument) else argument
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Input], Any]:
         """The leaves of the arguments of a call, and the treedef of ``(args, kwargs)``.
@@ -111,16 +127,16 @@ class Arguments:
         if missing := self.recurring.difference(given):
             raise value_error(
                 "`recurring` names an argument that is not in the call",
-                at=f"recurring={missing.pop()!r}",
-                got=f"a call with the arguments {given}",
+                at=f"recurring={self._given(missing.pop())!r}",
+                got=f"a call with the arguments {[*map(self._given, given)]}",
                 expected="the position or the name of an argument of this call",
-                fix="recurring counts the parameters as 0; `after` takes the features before the other arguments",
+                fix="recurring counts the parameters, too; `after` takes the features before the other arguments",
             )
         with_paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
         found = []
         for (place, key, *rest), value in with_paths:
             argument = self._name(key.idx + 1) if place.idx == 0 else key.key
-            first = argument if isinstance(argument, str) else f"argument {argument}"
+            first = argument if isinstance(argument, str) else f"argument {self._given(argument)}"
             name = "/".join([first, *(str(name_of(entry)) for entry in rest)])
             why = "" if argument in self.recurring else f"{name}, which does not recur"
             is_number = isinstance(value, (int, float, complex)) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from optax_freeze._errors import described, is_array, is_concrete, value_error, whole_number
-from optax_freeze._gradient.grad import refuse_no_function
+from optax_freeze._gradient.grad import parameters_first, refuse_no_function, refuse_several
 from optax_freeze._precompute.cut_explanation import CutExplanation
 from optax_freeze._precompute.inputs import Arguments, parameters
 from optax_freeze._spec import tree as _tree
@@ -80,6 +80,7 @@ class Precomputed:
       frozen: the spec of its frozen parameters.
       recurring: the positions or names of the arguments with the same values whenever the features are used.
       example_axis: the axis of the examples in the recurring arguments, or None.
+      argnums: the position of the parameters among the arguments of the function. The methods take them first.
 
     Example:
       >>> import optax_freeze as fz
@@ -89,9 +90,11 @@ class Precomputed:
       fz.precompute(loss, 'encoder')
     """
 
-    def __init__(self, fun: Callable[..., Any], frozen: Spec, recurring: Any, example_axis: int | None) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], frozen: Spec, recurring: Any, example_axis: int | None, argnums: int
+    ) -> None:
         self.fun, self.frozen, self.recurring, self.example_axis = fun, frozen, recurring, example_axis
-        self.arguments = Arguments(fun, recurring)
+        self.argnums, self.arguments = argnums, Arguments(fun, argnums, recurring)
 
     def __repr__(self) -> str:
         name = getattr(self.fun, "__qualname__", type(self.fun).__name__)
@@ -219,14 +222,21 @@ class Precomputed:
         from optax_freeze._precompute.divide import divide
 
         arguments, treedef = self.arguments.flatten(args, kwargs)
-        return divide(self.fun, plan, treedef, [*parameters(plan, values), *arguments], self.example_axis)
+        return divide(
+            parameters_first(self.fun, self.argnums),
+            plan,
+            treedef,
+            [*parameters(plan, values), *arguments],
+            self.example_axis,
+        )
 
 
 def precompute(
     fun: Callable[..., Any],
     frozen: Spec,
-    recurring: int | str | Sequence[int | str] = 1,
+    recurring: int | str | Sequence[int | str] | None = None,
     *,
+    argnums: int = 0,
     example_axis: int | None = None,
 ) -> Precomputed:
     """Divides a function into a part that is computed once for each batch, and a part that is computed in each step.
@@ -238,12 +248,15 @@ def precompute(
     bytes.
 
     Args:
-      fun: the function, called as ``fun(params, *args, **kwargs)``. It may return anything, such as a loss, logits, or
-        a loss with auxiliary outputs (there is no ``has_aux`` here); ``after`` returns the same.
+      fun: the function, called as ``fun(params, *args, **kwargs)``, or with the parameters at ``argnums``. It may
+        return anything, such as a loss, logits, or a loss with auxiliary outputs (there is no ``has_aux`` here);
+        ``after`` returns the same.
       frozen: the spec of the frozen parameters, in any form.
-      recurring: the position (the parameters are 0) or name of the argument that has the same values whenever the
-        features are used, such as the batch; or several positions or names. Any other argument, such as a random key,
-        may differ each time.
+      recurring: the position among all arguments of ``fun``, or the name, of the argument that has the same values
+        whenever the features are used, such as the batch; or several positions or names. Any other argument, such as a
+        random key, may differ each time. The default is the first argument that is not the parameters.
+      argnums: the position of the parameters among the arguments of ``fun``, from 0 on. What is returned takes them
+        first, then the other arguments in their order.
       example_axis: the axis of the examples, which every recurring array must have. The features then have the examples
         along their first axis, so that they can be stored one by one and shuffled. Recurring Python numbers are part of
         the program. With None, the features belong to the batch as a whole.
@@ -253,7 +266,8 @@ def precompute(
 
     Raises:
       TypeError: if ``fun`` is not a function, or ``recurring`` is not a position or a name.
-      ValueError: if ``recurring`` includes the parameters, or ``example_axis`` is negative.
+      ValueError: if ``argnums`` is not a single int, ``argnums`` or ``example_axis`` is negative, or ``recurring``
+        includes the parameters; when a method is called, if ``argnums`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, optax_freeze as fz
@@ -266,9 +280,13 @@ def precompute(
       (True, MaskedNode())
     """
     refuse_no_function(fun, frozen, "fz.precompute(fun, frozen)")
+    refuse_several(argnums)
+    whole_number("argnums", argnums, fix="count from the first argument: argnums=1 for loss(batch, params)")
     if example_axis is not None:
         whole_number("example_axis", example_axis, fix="example_axis=0")
-    return Precomputed(fun, frozen, recurring, example_axis)
+    if recurring is None:
+        recurring = 1 if argnums == 0 else 0
+    return Precomputed(fun, frozen, recurring, example_axis, argnums)
 
 
 def _with_shapes(params: PyTree, features: PyTree) -> tuple[list[Any], Any]:

@@ -1,5 +1,6 @@
 """Reads the spec from an optimizer state, including masks that were replaced between steps."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,12 @@ from optax_freeze._errors import value_error
 from optax_freeze._gradient.group_gradients import GroupSpec
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
-from optax_freeze._spec.selector_algebra import Selector
+from optax_freeze._optimizer.groups import GroupPlans
+from optax_freeze._spec.masks import choice_of
+from optax_freeze._spec.selection import TRAINABLE, Selection
+from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec, Selector
+from optax_freeze._spec.tree import Leaf
+from optax_freeze._state.own_states import OWN, outermost_states
 
 
 def spec_of(state: optax.OptState) -> Selector:
@@ -26,7 +32,8 @@ def spec_of(state: optax.OptState) -> Selector:
         :func:`optax_freeze.freeze_when`, alone or inside another state.
 
     Returns:
-      A selector, for trees with the same leaves as the parameters given to ``init``.
+      A selector, for trees with the same leaves as the parameters given to ``init``. States in the groups of one
+      ``optax.partition``, or in ``optax.masked``, give one spec, in which leaves that none of them was given train.
 
     Raises:
       ValueError: if the state contains no such state, or several with different specs; if a state of
@@ -39,11 +46,12 @@ def spec_of(state: optax.OptState) -> Selector:
       >>> fz.resolve(params, fz.spec_of(state))
       {'b': True, 'w': fz.elements(<bool[2, 2]>)}
     """
+    if (spec := _spec_of_masked(state)) is not None:
+        return spec
     states, scheduled = _states(state, FreezeState), _states(state, FreezeWhenState)
     if not states and len(scheduled) == 1:
         plans = scheduled[0].current_plan
-        own = tuple(plan.selections for plan in plans.plans)
-        return GroupSpec(plans.names, plans.leaves, own, tuple(frozen_groups(scheduled[0]).values()))
+        return _group_spec(scheduled, plans.leaves, plans.plans[-1].selections)
     if not states or any(states[0].differs(other) for other in states[1:]):
         what, fix = (
             "the state contains different specs",
@@ -59,6 +67,38 @@ def spec_of(state: optax.OptState) -> Selector:
         expected = "one, or several of fz.freeze with the same spec"
         raise value_error(what, at="state", got=got, expected=expected, fix=fix)
     return states[0].current_plan.as_spec
+
+
+def _group_spec(states: Sequence[FreezeWhenState], leaves: tuple[Leaf, ...], rest: tuple[Selection, ...]) -> GroupSpec:
+    """The spec of the groups of all states, and of ``rest``: what is in no group and trains."""
+    names, own, frozen = [], [], []
+    for state in states:
+        names += state.plan.names
+        own += [plan.selections for plan in state.current_plan.plans[:-1]]
+        frozen += frozen_groups(state).values()
+    return GroupSpec(tuple(names), leaves, (*own, rest), tuple(frozen))
+
+
+def _spec_of_masked(state: optax.OptState) -> Selector | None:
+    """The spec of a state whose outermost states are all in ``optax.masked``; None for another, or if two overlap.
+
+    A leaf that a state of ``optax.masked`` was not given belongs to another optimizer, which may train it.
+    """
+    outer = [node for _, node in outermost_states(state, (*OWN, optax.MaskedState))]
+    states = [x for node in outer for _, x in outermost_states(node) if x.plan.leaves]
+    if not states or any(isinstance(node, OWN) for node in outer):
+        return None
+    plans = [state.current_plan for state in states]
+    paths, *others = [tuple(leaf.path for leaf in plan.leaves) for plan in plans]
+    given = [[n for n, plan in enumerate(plans) if plan.leaves[i].dtype is not None] for i in range(len(paths))]
+    if any(its != paths for its in others) or any(len(numbers) > 1 for numbers in given):
+        return None
+    rests = [(plan.plans[-1] if isinstance(plan, GroupPlans) else plan).selections for plan in plans]
+    rest = tuple(rests[numbers[0]][i] if numbers else TRAINABLE for i, numbers in enumerate(given))
+    groups = [state for state in states if isinstance(state, FreezeWhenState)]
+    if not groups:
+        return ResolvedSpec(paths, Choices(map(choice_of, rest)))
+    return _group_spec(groups, tuple(plans[its[0] if its else 0].leaves[i] for i, its in enumerate(given)), rest)
 
 
 def _states(state: optax.OptState, kind: type) -> list[Any]:

@@ -1,21 +1,23 @@
 """Builds a whole training step, in which the gradient of a group is computed where the group is updated."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optax
 
-from optax_freeze._errors import described, type_error, value_error
-from optax_freeze._gradient.grad import refuse_no_function, value_and_grad
+from optax_freeze._errors import described, in_one_line, type_error, value_error
+from optax_freeze._gradient.grad import parameters_first, refuse_no_function, refuse_several, value_and_grad
 from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.update_params import Update, update_params
+from optax_freeze._optimizer.update_params import Update, succeeds, update_params, with_zeros
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import states_in
 from optax_freeze._state.spec_of import spec_of
 
 _CALL = "fz.train_step(loss, tx)"
 _EXTRA_ARGS = ("value", "grad", "value_fn", "obj_fn", "grad_fn")
+_KINDS = ("value",), ("obj_fn",), ("grad_fn",), ("value", "grad", "value_fn")  # what Optax's optimizers need
 
 
 def train_step(
@@ -23,6 +25,7 @@ def train_step(
     tx: optax.GradientTransformation | optax.MultiSteps,
     has_aux: bool = False,
     *,
+    argnums: int = 0,
     extra_args: Sequence[str] = (),
 ) -> Callable[..., tuple[PyTree, PyTree, Any]]:
     """Creates a training step that computes the gradients of the trainable parameters and updates them in place.
@@ -33,21 +36,23 @@ def train_step(
     only one group needs is computed where the group is updated.
 
     Args:
-      loss: the function to differentiate, called as ``loss(params, *args, **kwargs)``. It returns a scalar, or with
-        ``has_aux`` a pair of a scalar and anything.
+      loss: the function to differentiate, called as ``loss(params, *args, **kwargs)``, or with the parameters at
+        ``argnums``. It returns a scalar, or with ``has_aux`` a pair of a scalar and anything.
       tx: :func:`optax_freeze.freeze_when` or :func:`optax_freeze.freeze`, alone or inside another transformation.
       has_aux: whether ``loss`` returns a pair.
+      argnums: the position of the parameters among the arguments of ``loss``.
       extra_args: the names of extra arguments that the update of ``tx`` takes: ``"value"`` (the loss), ``"grad"``,
         ``"value_fn"`` or ``"obj_fn"`` (the loss as a function of the parameters), ``"grad_fn"`` (its gradient). Line
         searches such as L-BFGS take the first three.
 
     Returns:
       A function ``(params, state, *args, **kwargs) -> (params, state, value)``, where ``value`` is the result of
-      ``loss(params, *args, **kwargs)``. Donate its first two arguments.
+      ``loss`` and ``args`` are its other arguments in their order. Donate the first two arguments.
 
     Raises:
       TypeError: if ``loss`` is not a function, ``tx`` is not an optimizer, or ``extra_args`` is a single string.
-      ValueError: if ``extra_args`` contains another name; when the step is called: the errors of the functions above.
+      ValueError: if ``argnums`` is not a single int, or ``extra_args`` contains another name; when the step is called,
+        if ``argnums`` is out of range, and the errors of the functions above.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_freeze as fz
@@ -59,50 +64,75 @@ def train_step(
       ({'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}, 4.0)
     """
     refuse_no_function(loss, tx, _CALL)
+    refuse_several(argnums)
     _refuse_unknown(extra_args)
+    of_params_first = parameters_first(loss, argnums)
     update = as_transformation(tx, _CALL, other=loss).update
     of_groups = update.of_groups if isinstance(update, Update) else None
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
+        of_params = lambda params: of_params_first(params, *args, **kwargs)  # noqa: E731
         try:
             spec, found = spec_of(state), None
+            if isinstance(spec, GroupSpec) and not spec.is_known and of_groups is not None:
+                found = gradient_of_groups(of_params, spec, params, has_aux)
+            gradient = value_and_grad(of_params, spec, has_aux=has_aux)
+            value, grads = gradient(params) if found is None else (found.value, None)
         except ValueError as error:
             if not states_in(params):
                 raise
+            swapped = not states_in(state)
             raise value_error(
-                "the parameters and the state are swapped",
+                "the parameters and the state are swapped" if swapped else "a whole training state as the parameters",
                 at="step",
-                got="a state of an optimizer as the first argument",
+                got="a state of an optimizer"
+                + " as the first argument" * swapped
+                + " in the parameters" * (not swapped),
                 expected="step(params, state, *args)",
-                fix="swap the first two arguments",
+                fix="swap the first two arguments" if swapped else "step(state.params, state.opt_state, *args)",
             ) from error
-        of_params = lambda params: loss(params, *args, **kwargs)  # noqa: E731
-        if isinstance(spec, GroupSpec) and not spec.is_known and of_groups is not None:
-            found = gradient_of_groups(of_params, spec, params, has_aux)
-        gradient = value_and_grad(of_params, spec, has_aux=has_aux)
-        value, grads = gradient(params) if found is None else (found.value, None)
         value_fn = (lambda params: of_params(params)[0]) if has_aux else of_params
         known = {
             "value": value[0] if has_aux else value,
-            "grad": grads,
             "value_fn": value_fn,
             "obj_fn": value_fn,
             "grad_fn": lambda params, *_: gradient(params)[1],
         }
-        given = {name: known[name] for name in extra_args}
-        try:
+
+        def update_with(names: Sequence[str], grads: PyTree) -> tuple[PyTree, PyTree]:
+            given = {name: grads if name == "grad" else known[name] for name in names}
             if found is not None and of_groups is not None:
-                new, state = of_groups(found, state, params, given)
-            else:
-                new, state = update_params(tx, grads, state, params, **given)
+                return of_groups(found, state, params, given)
+            return update_params(tx, grads, state, params, **given)
+
+        try:
+            new, new_state = update_with(extra_args, grads)
         except (TypeError, ValueError) as error:
-            asked = [name for name in known if f"'{name}'" in str(error) or (name[-3:] == "_fn" and name in str(error))]
-            if asked and not {*asked} & {*extra_args}:
-                error.add_note(f"fix: fz.train_step(loss, tx, extra_args={asked})")
-            raise
-        return new, state, value
+            full = grads if found is not None else with_zeros(grads, params)
+            names = _needed(extra_args, lambda names: update_with(names, full))
+            if names is None:
+                raise
+            raise (type_error if isinstance(error, TypeError) else value_error)(
+                "the optimizer takes extra arguments",
+                at="extra_args",
+                got=f"{list(extra_args)}: {in_one_line(error)}",
+                expected="the names of all that its update needs",
+                fix=f"fz.train_step(loss, tx, extra_args={names})",
+            ) from error
+        return new, new_state, value
 
     return step
+
+
+def _needed(given: Sequence[str], update: Callable[[Sequence[str]], Any]) -> list[str] | None:
+    """The names of the extra arguments with which an update succeeds that failed; None if it does not."""
+    if succeeds(lambda: update(given)):  # with other gradients than those that failed
+        return None
+    for kinds in (*itertools.combinations(_KINDS, 1), *itertools.combinations(_KINDS, 2)):
+        names = [name for name in _EXTRA_ARGS if name in {*given}.union(*kinds)]
+        if len(names) > len({*given}) and succeeds(lambda names=names: update(names)):
+            return names
+    return None
 
 
 def _refuse_unknown(extra_args: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """The batches whose features are stored: their digests, and the call of ``before``."""
 
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -154,10 +153,9 @@ def _arguments(once: Precomputed, batch: Any, others: Sequence[Any]) -> tuple[li
         expected = f"a tuple of {len(ordered)}: {which}"
         fix = "give batches as tuples, in the order of the arguments of the function"
         raise value_error("a batch must contain all recurring arguments", at=at, got=got, expected=expected, fix=fix)
-    kinds = [] if not names else [each.kind for each in inspect.signature(once.fun).parameters.values()]
     args, by_name, left = [], {}, [*others]
     for place, value in zip(ordered, items, strict=True):
-        if is_int(place) and not (place < len(kinds) and kinds[place] is inspect.Parameter.KEYWORD_ONLY):
+        if is_int(place) and not (place < len(names) and names[place] in once.arguments.keyword_only):
             while left and len(args) + 1 < place:
                 args.append(left.pop(0))
             if len(args) + 1 == place or place >= len(names):

@@ -1,5 +1,6 @@
 """Optimizers that groups call with lists of their leaves, and those that read the tree."""
 
+import functools
 import sys
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from conftest import assert_equal_up_to_rounding, by_path
 
 import optax_freeze as fz
+from optax_freeze._optimizer import leafwise
 from optax_freeze._optimizer.leafwise import is_leafwise, leafwise_transformations
 
 LAYERS = {f"layer_{i}": {"kernel": jnp.full((2, 2), 1.0 + i), "bias": jnp.arange(2.0) - i} for i in range(3)}
@@ -26,6 +28,44 @@ def test_a_list_gives_the_program_of_a_tree(tx):
         for given, state in zip((tree, jax.tree.leaves(tree)), states, strict=True)
     ]
     assert str(programs[0]) == str(programs[1])
+
+
+def chained(transforms, updates, state, params):
+    new = []
+    for tx, own in zip(transforms, state, strict=True):
+        updates, own = tx.update(updates, own, params)
+        new.append(own)
+    return updates, tuple(new)
+
+
+def one_more_cell(*transforms):
+    name = "chain"
+    update = lambda u, s, p=None, **_: chained(transforms, u, s, p) if name else None  # noqa: E731
+    return optax.GradientTransformationExtraArgs(lambda params: tuple(tx.init(params) for tx in transforms), update)
+
+
+def another_content(*transforms):
+    by_number = dict(enumerate(transforms))
+    update = lambda u, s, p=None, **_: chained(by_number.values(), u, s, p)  # noqa: E731
+    return optax.GradientTransformationExtraArgs(lambda params: tuple(tx.init(params) for tx in transforms), update)
+
+
+def no_cell(*transforms):
+    update = lambda u, s, p=None, txs=transforms, **_: chained(txs, u, s, p)  # noqa: E731
+    return optax.GradientTransformationExtraArgs(lambda params: tuple(tx.init(params) for tx in transforms), update)
+
+
+@pytest.mark.parametrize("chain", [one_more_cell, another_content, no_cell])
+def test_a_chain_as_in_another_version_of_optax(chain, monkeypatch):
+    def step():
+        tx = fz.freeze_when(optax.chain(optax.scale_by_adam(), optax.scale(-0.1)), {"layer_0": fz.unfreeze_at(0)})
+        return tx.update(LAYERS, tx.init(LAYERS), LAYERS)[0]
+
+    expected = step()
+    monkeypatch.setattr(optax, "chain", chain)
+    monkeypatch.setattr(leafwise, "_known_code", functools.cache(leafwise._known_code.__wrapped__))
+    assert not is_leafwise(optax.chain(optax.identity()).update)
+    assert_equal_up_to_rounding(step(), expected)
 
 
 def reads_keys():
@@ -51,10 +91,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("tx", "leafwise"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(("tx", "is_known"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("way", ["update", "update_params"])
-def test_as_multi_transform(tx, leafwise, way):
-    assert all(map(is_leafwise, optax.with_extra_args_support(tx))) == leafwise
+def test_as_multi_transform(tx, is_known, way):
+    assert all(map(is_leafwise, optax.with_extra_args_support(tx))) == is_known
     scheduled = fz.freeze_when(tx, {name: fz.unfreeze_at(0) for name in ("layer_0", "layer_1", "head")})
     labels = {name: jax.tree.map(lambda _, n=name: n, tree) for name, tree in LAYERS.items()}
     by_label = optax.multi_transform(dict.fromkeys(LAYERS, tx), labels)

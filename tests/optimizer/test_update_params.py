@@ -260,6 +260,5 @@ def test_on_eight_devices_nothing_is_exchanged(update, exchanged, axis_type):
 def test_what_is_outside_of_the_freeze_is_said_to_belong_inside(wrapper):
     params = {"w": jnp.ones(2), "v": jnp.ones(2)}
     tx = wrapper(fz.freeze(optax.adam(0.1), "w"), 2)
-    with pytest.raises((TypeError, ValueError)) as caught:
+    with pytest.raises(ValueError, match=r"(?s)outside of fz\.freeze needs .*fix: put everything inside"):
         fz.update_params(tx, fz.partition(params, "w")[0], tx.init(params), params)
-    assert caught.value.__notes__[-1].startswith("fix: put the whole optimizer inside fz.freeze\n")

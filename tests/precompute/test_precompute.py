@@ -278,6 +278,30 @@ class TestArguments:
         value = once.after(PARAMS, features, X, jax.random.key(5))
         assert_equal_up_to_rounding(value, dropped_out(PARAMS, X, jax.random.key(0)))
 
+    @pytest.mark.parametrize("argnums", [1, 2])
+    def test_parameters_at_another_position(self, argnums):
+        at_1 = lambda x, params, key: dropped_out(params, x, key)  # noqa: E731
+        at_2 = lambda *args: dropped_out(args[2], *args[:2])  # noqa: E731
+        once = fz.precompute([at_1, at_2][argnums - 1], FROZEN, argnums=argnums)
+        key, expected = jax.random.key(0), fz.precompute(dropped_out, FROZEN)
+        small, features, its = once.needed(PARAMS, X, key), once.before(PARAMS, X, key), expected.before(PARAMS, X, key)
+        assert bits(features) == bits(its)
+        assert bits(once.after(small, features, X, key)) == bits(expected.after(small, its, X, key))
+        [(_, why)] = once.explain(PARAMS, X, key).stopped_by
+        assert why == f"{'key' if argnums == 1 else 'argument 1'}, which does not recur"
+        both = fz.precompute(at_1, FROZEN, (0, 2), argnums=1)
+        assert jax.tree.leaves(both.needed(PARAMS, X, key)) == [PARAMS["head"]]
+
+    def test_positions_among_any_number_of_arguments(self):
+        def loss(params, *arrays, scale):
+            return jnp.sum(arrays[0] @ params["encoder"] + arrays[1] @ params["encoder"] * scale)
+
+        report = fz.precompute(loss, "encoder", 2).explain(PARAMS | {"b": 1.0}, X, X, scale=2.0)
+        assert {why for _, why in report.stopped_by} == {
+            "argument 1, which does not recur",
+            "scale, which does not recur",
+        }
+
     def test_python_values_and_nested_batches(self):
         def loss(params, batch, train, *, scale=2.0):
             h = jnp.tanh(batch["x"][0] @ params["encoder"])

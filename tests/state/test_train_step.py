@@ -5,6 +5,7 @@ import itertools
 import re
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,6 +178,17 @@ def test_auxiliary_output_and_keywords(params):
     assert aux["n"] == 3
 
 
+@pytest.mark.parametrize("argnums", [1, -2])
+def test_parameters_at_another_position(params, argnums):
+    tx = fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1), "b": True})
+    of_batch_first = lambda x, p, scale: loss(p, x) * scale  # noqa: E731
+    one, two = (params, tx.init(params)), (params, tx.init(params))
+    for _ in range(2):
+        *one, value = fz.train_step(of_batch_first, tx, argnums=argnums)(*one, X, 2.0)
+        *two, expected = fz.train_step(lambda p, x: loss(p, x) * 2.0, tx)(*two, X)
+        assert bits((one, value)) == bits((two, expected))
+
+
 EXTRA_ARGS = {
     "line search": (optax.lbfgs(), ["value", "grad", "value_fn"]),
     "Hessian": (optax.contrib.sophia(0.1, update_interval=1), ["obj_fn"]),
@@ -207,9 +219,103 @@ def test_extra_arguments(params, name, coupled):
         new, state, _ = step(params, each.init(params), X)
         new, state, _ = step(new, state, X)
         close(new, by_hand)
-    with pytest.raises((TypeError, ValueError)) as caught:
-        fz.train_step(loss, tx)(params, tx.init(params), X)
-    assert caught.value.__notes__[-1] == f"fix: fz.train_step(loss, tx, extra_args={names})"
+        for some in ([], names[1:]) if len(names) > 1 else ([],):
+            with pytest.raises((TypeError, ValueError), match="the optimizer takes extra arguments") as caught:
+                fz.train_step(loss, each, extra_args=some)(params, each.init(params), X)
+            assert str(caught.value).endswith(f"fix: fz.train_step(loss, tx, extra_args={names})")
+
+
+OUTSIDE = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "its transformation": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
+    "momentum": lambda tx: optax.chain(optax.trace(0.9), tx),
+    "SAM": lambda tx: optax.contrib.sam(tx, optax.sgd(0.05), sync_period=2),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("mask", ["leaf", "dynamic"])
+def test_a_state_for_all_parameters_around_freeze(params, name, mask):
+    inner, frozen = optax.adam(0.1), fz.rules({"a": MASKS[mask]})
+    tx = OUTSIDE[name](fz.freeze(inner, frozen))
+    with pytest.raises(ValueError, match=r"^a transformation outside of fz\.freeze needs"):
+        jax.jit(fz.train_step(loss, tx))(params, tx.init(params), X)
+    tx = fz.freeze(OUTSIDE[name](inner), frozen)
+    jax.jit(fz.train_step(loss, tx))(params, tx.init(params), X)
+
+
+def test_a_line_search_around_freeze_needs_both(params):
+    search = optax.scale_by_backtracking_linesearch(5)
+    tx, names = optax.chain(fz.freeze(optax.sgd(1.0), "a"), search), ["value", "grad", "value_fn"]
+    for given, what in (
+        ([], "the optimizer takes extra arguments"),
+        (names, r"^a transformation outside of fz\.freeze"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=what):
+            fz.train_step(loss, tx, extra_args=given)(params, tx.init(params), X)
+    tx = fz.freeze(optax.chain(optax.sgd(1.0), search), "a")
+    fz.train_step(loss, tx, extra_args=names)(params, tx.init(params), X)
+
+
+def in_groups(**of_group):
+    """One optimizer for the leaves ``a`` and ``b``, and another for ``c`` and ``head``."""
+    return optax.partition(of_group, {"a": "first", "b": "first", "c": "second", "head": "second"})
+
+
+MASKS = {
+    "leaf": True,
+    "rows": fz.rows([0, 3]),
+    "compact": fz.elements(np.eye(8, dtype=bool), compact=True),
+    "dense": fz.elements(np.eye(8, dtype=bool)),
+    "dynamic": fz.rows(jnp.array([0, 3])),
+}
+PARTITIONED = {
+    **{
+        name: in_groups(first=fz.freeze(optax.adam(0.1), fz.rules({"a": mask})), second=optax.sgd(0.1))
+        for name, mask in MASKS.items()
+    },
+    "two of freeze": in_groups(first=fz.freeze(optax.adam(0.1), "a"), second=fz.freeze(optax.sgd(0.1), "c")),
+    "two of freeze_when": in_groups(
+        first=fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1)}),
+        second=fz.freeze_when(optax.sgd(0.1), {"c": (fz.rows([0, 3]), True)}),
+    ),
+    "freeze_when alone": in_groups(
+        first=fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1)}), second=optax.sgd(0.1)
+    ),
+    "both": in_groups(
+        first=fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1)}),
+        second=fz.freeze(optax.sgd(0.1), fz.rules({"c": fz.rows([0, 3]), "head": True})),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTITIONED)
+@pytest.mark.parametrize("jit", [True, False])
+def test_in_the_groups_of_a_partition(params, name, jit):
+    """A leaf of another group trains, also where its optimizer freezes nothing."""
+    tx = PARTITIONED[name]
+    step = jax.jit(fz.train_step(loss, tx)) if jit else fz.train_step(loss, tx)
+    (new, state), (expected, of_update) = (params, tx.init(params)), (params, tx.init(params))
+    for _ in range(3):
+        new, state, _ = step(new, state, X)
+        updates, of_update = tx.update(jax.grad(loss)(expected, X), of_update, expected)
+        expected = optax.apply_updates(expected, updates)
+        close(new, expected)
+    assert bits(new["c"]) != bits(params["c"]) or name == "two of freeze"
+
+
+def test_modules_in_the_groups_of_a_partition():
+    model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+    labels = fz.labels_by_path({"layers/0/**": "first"}, default="second")
+    tx = optax.partition(
+        {"first": fz.freeze_when(optax.sgd(0.1), {"layers/0/weight": fz.alternate(1)}), "second": optax.sgd(0.1)},
+        labels,
+    )
+    step = eqx.filter_jit(fz.train_step(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), tx))
+    new, *_ = step(model, tx.init(model), X)
+    moved = jax.tree.map(lambda a, b: bits(a) != bits(b), new.layers, model.layers)
+    assert jax.tree.leaves(moved) == [False, True, True, True]
 
 
 class TestInsideOfShardMap:
