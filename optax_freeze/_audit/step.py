@@ -362,6 +362,8 @@ def _subtree(node: PyTree, path: str) -> list[PyTree]:
         own = sys.modules.get("optax_freeze.nnx")
         return [nnx.state(node, nnx.Param if own is None else (nnx.Param, own.FrozenParam))]
     for key, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]:
+        if _tree.is_wrapper(node):
+            return _subtree(child, path)
         name = _tree.keystr(key)
         if path == name or path.startswith(f"{name}/"):
             return _subtree(child, path[len(name) + 1 :])

@@ -134,7 +134,7 @@ def merge_pretrained(
     walk = _tree.walk(params)
     own = dict(zip(walk.paths, walk.values, strict=True))
     fixed = {path for i, (path, value) in enumerate(own.items()) if i in walk.settings or not _is_parameter(value)}
-    given = _given(pretrained, rename, list(own), of_nnx=bool(walk.variables))
+    given = _given(pretrained, rename, list(own), wrapped=walk.wrapped)
     reasons = {i: reason for i, each in enumerate(given) if (reason := _misfit(each, own, fixed, dtype))}
     placed = {each.path: each for i, each in enumerate(given) if i not in reasons and each.path not in fixed}
     ignored = _ignored(ignore, given, reasons)
@@ -167,11 +167,11 @@ def _is_parameter(value: Any) -> bool:
     return is_array(value) or is_scalar(value)
 
 
-def _given(pretrained: PyTree, rename: Mapping[str, str] | None, known: list[str], *, of_nnx: bool) -> list[_Given]:
+def _given(pretrained: PyTree, rename: Mapping[str, str] | None, known: list[str], *, wrapped: bool) -> list[_Given]:
     walk = _tree.walk(pretrained)
     names = [leaf.path for leaf in walk.leaves()]
-    suffix = "/value"  # Orbax stores an `nnx.State` as dicts with this key
-    if of_nnx and all(name.endswith(suffix) for name in names) and not any(name.endswith(suffix) for name in known):
+    suffix = "/value"  # Orbax stores an NNX variable, or a metadata box, as a dict with this key
+    if wrapped and not walk.wrapped and not any(name.endswith(suffix) for name in known):
         names = [name.removesuffix(suffix) for name in names]
     return list(map(_Given, names, renamed(names, rename, known), walk.values))
 

@@ -34,7 +34,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
     Args:
       before: the parameters before training; any pytree of JAX or NumPy arrays. If they are donated, keep a copy
         (``jax.tree.map(jnp.copy, params)``), or compare a :func:`optax_freeze.fingerprint` instead.
-      after: the parameters now, with the same structure.
+      after: the parameters now, with the same structure; Linen's metadata boxes may be there or not.
       frozen: the spec of the frozen parameters, in any form.
 
     Returns:
@@ -65,7 +65,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         fix = "compare one tree before and after: the parameters, not gradients or a state"
         if isinstance(before, (bool, str, Selector)):
             fix = "the spec comes last: fz.assert_frozen(before, after, frozen)"
-        _tree.refuse_other_structure(after, before, "after", fix)
+        _tree.refuse_other_structure(after, before, "after", fix, boxes_are_values=True)
     whole = [new if _tree.is_masked_node(old) else old for old, new in zip(olds, news, strict=True)]
     plan = plan_of_parameters(jax.tree.unflatten(treedef, whole), frozen, of=given)
     olds = frozen_leaves(plan, olds, "before", traced=False)
