@@ -14,7 +14,7 @@ from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._optimizer.given_groups import GivenGroup
 from optax_freeze._optimizer.no_update import zero
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Choice, Elements, Rows, elements, rows
+from optax_freeze._spec.masks import Choice, Elements, Rows, elements, refuse_untrainable, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
@@ -107,6 +107,7 @@ def make_group_plans(
     made: dict[str, tuple[GivenGroup, Plan]] = {}
     for group in groups if leaves else ():
         selected = _selected(group, leaves)
+        refuse_untrainable(True if group.mask is None else group.mask, [leaves[i] for i in selected])
         owned = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
         pairs = [
             (name, plan_of_choices(walk, leaves, _claim(group, walk, leaves, numbers, taken), tied))

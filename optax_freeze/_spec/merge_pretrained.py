@@ -142,7 +142,7 @@ def merge_pretrained(
         left = [(given[i], reason) for i, reason in reasons.items() if i not in ignored]
         raise _unplaced(left, given, {path: value for path, value in own.items() if path not in placed})
     growth = {path: _growth(path, own[path], each.value) for path, each in placed.items()}
-    choices = tuple(_choice(growth[path]) if path in placed else False for path in own)
+    choices = tuple(_choice(growth[path], own[path]) if path in placed else False for path in own)
     spec = MergedSpec(tuple(own), choices)
     make_plan(params, spec, tied=tied)
 
@@ -207,8 +207,12 @@ def _growth(path: str, mine: Any, value: Any) -> Grown | None:
     return Grown(path, axes[0], old[axes[0]], new[axes[0]])
 
 
-def _choice(longer: Grown | None) -> Choice:
-    return True if longer is None else rows(slice(0, longer.rows), longer.axis)
+def _choice(longer: Grown | None, mine: Any) -> Choice:
+    return (
+        True
+        if longer is None or not jnp.issubdtype(dtype_of(mine), jnp.inexact)
+        else rows(slice(0, longer.rows), longer.axis)
+    )
 
 
 def _ignored(ignore: Any, given: Sequence[_Given], reasons: Mapping[int, str]) -> set[int]:

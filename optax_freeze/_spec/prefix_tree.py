@@ -1,6 +1,7 @@
 """Specs in the form of an Optax mask: a tree of bools and element masks, or a function that returns one."""
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from optax_freeze._spec.tree import Leaf, PyTree
 
 
 def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
-    """One choice per leaf of ``params``, from a tree of its structure or a prefix of it."""
+    """One choice per leaf of ``params``, from a tree of its structure or a prefix of it; one object for each entry."""
     choices, treedef = _tree.flatten(prefix, _is_choice)
     try:
         subtrees = treedef.flatten_up_to(params)
@@ -33,7 +34,7 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
         elif is_array(subtree) and subtree.shape == () and is_concrete(choice) and is_bool(choice):
             answers.append(elements(choice))  # an element mask, so that `replace_masks` can replace it
         else:
-            answers += [as_choice(choice, at)] * len(_tree.flatten(subtree)[0])
+            answers += [copy.copy(as_choice(choice, at))] * len(_tree.flatten(subtree)[0])
     return answers
 
 

@@ -1,5 +1,6 @@
 """Resolves a spec of any form into a plan: :func:`make_plan`, which all functions of the library call."""
 
+import collections
 import dataclasses
 import functools
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 
 from optax_freeze._errors import described, message, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, choice_of
+from optax_freeze._spec.masks import ElementMask, choice_of, refuse_untrainable
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
@@ -63,7 +64,8 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
     Raises:
       ValueError: if a pattern matches nothing, a rule is shadowed, a tree or an element mask does not fit, a tree holds
-        anything but bools and element masks, or two leaves have the same path.
+        anything but bools and element masks, two leaves have the same path, or an element mask that lets elements train
+        covers only leaves that cannot train.
       TypeError: if a function of the spec takes paths, returns one bool or looks at values, or if a leaf is an object
         that holds an array (a Keras variable).
 
@@ -99,7 +101,13 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
     refuse_unknown_choice(tied, ("error", "ignore"), at="tied")
     walk = _tree.walk(params)
     leaves = walk.leaves() if leaves is None else leaves
-    return plan_of_choices(walk, leaves, choose(frozen, params, leaves) if leaves else [], tied)
+    choices = choose(frozen, params, leaves) if leaves else []
+    covered: dict[int, list[int]] = collections.defaultdict(list)  # the leaves of each entry of the spec
+    for i, choice in enumerate(choices):
+        covered[id(choice)].append(i)
+    for numbers in covered.values():
+        refuse_untrainable(choices[numbers[0]], [leaves[i] for i in numbers])
+    return plan_of_choices(walk, leaves, choices, tied)
 
 
 def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice], tied: Tied) -> Plan:
@@ -149,7 +157,7 @@ def register_with_flax(static: type = Plan) -> None:
 
 
 def choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]:
-    """One choice per leaf, before leaves that cannot train are frozen."""
+    """One choice per leaf, before leaves that cannot train are frozen; a mask is one object for each entry of a spec."""
     if isinstance(frozen, (bool, np.bool_)):
         return [bool(frozen)] * len(leaves)
     if is_selector(frozen):

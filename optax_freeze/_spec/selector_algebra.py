@@ -3,6 +3,7 @@
 They are pytrees whose leaves are the arrays of element masks: a spec can be an argument of a jitted function.
 """
 
+import copy
 import dataclasses
 import itertools
 import re
@@ -184,7 +185,9 @@ class Not(Selector):
     is_all_except: bool = dataclasses.field(default=False, compare=False, metadata={"static": True})
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        return [not c if isinstance(c, bool) else ~c for c in self.operand.select(leaves)]
+        choices = self.operand.select(leaves)
+        inverted = {id(c): not c if isinstance(c, bool) else ~c for c in choices}
+        return [inverted[id(c)] for c in choices]
 
     def __invert__(self) -> Selector:
         return self.operand
@@ -217,7 +220,8 @@ class Rules(Selector):
     choices: Choices  # one for each selector, and the default
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        return [self.choices[-1 if n is None else n] for n in first_match(self.selectors, leaves)]
+        choices = list(map(copy.copy, self.choices))  # one object for each rule
+        return [choices[-1 if n is None else n] for n in first_match(self.selectors, leaves)]
 
     def __repr__(self) -> str:
         *choices, default = self.choices

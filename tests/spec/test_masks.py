@@ -228,6 +228,42 @@ class TestRows:
         with pytest.raises(ValueError, match=r"out of range\n  at: a"):
             fz.resolve(params, first & fz.rules({"a": fz.rows(4)}))
 
+    @pytest.mark.parametrize("form", ["a tree", "a prefix", "a function", "rules", "a default", "not rules"])
+    def test_a_mask_of_leaves_that_cannot_train(self, form):
+        """It asks to train what cannot, unless it covers a leaf that can, or a hole in its place, too."""
+        at_0 = np.arange(3)[:, None] == np.zeros(2)
+        params = {"a": {"q": jnp.ones((3, 2), jnp.int8), "flags": np.ones((3, 2), bool)}, "w": jnp.ones((3, 2))}
+        shared = fz.rows([0])
+        for mask in (
+            shared,
+            ~fz.rows(1),
+            fz.rows(jnp.array([0])),
+            at_0,
+            ~fz.elements(at_0),
+            fz.elements(at_0, compact=True),
+        ):
+            spec = {
+                "a tree": {"a": {"q": mask, "flags": True}, "w": mask},
+                "a prefix": {"a": mask, "w": mask},
+                "a function": lambda params, mask=mask: {"a": mask, "w": False},
+                "rules": fz.rules({"a/q": mask, "w": mask}),
+                "a default": fz.rules({"w": False}, default=mask),
+                "not rules": ~fz.rules({"a": mask, "w": mask}),
+            }[form]
+            with pytest.raises(ValueError, match=r"cannot train\n  at: a/.*\n  got: (int8|bool) of shape \(3, 2\)"):
+                fz.resolve(params, spec)
+        with pytest.raises(ValueError, match="cannot train"):
+            fz.freeze_when(optax.sgd(0.1), {"a": (shared, False)}).init(params)
+        assert fz.resolve(params, shared) == {"a": {"q": True, "flags": True}, "w": shared}
+        assert fz.resolve(params, fz.rules({"**": shared}))["w"] == shared
+        everything = {"a": fz.rows(slice(None)), "w": np.zeros((3, 2), bool)}
+        assert fz.resolve(params, everything)["a"] == {"q": True, "flags": True}
+        holes = {"a": {"q": params["a"]["q"], "flags": optax.MaskedNode()}, "w": params["w"]}
+        assert fz.resolve(holes, {"a": shared, "w": False})["a"]["q"] is True
+        grown = {"a": np.ones((2, 2), np.int8)}, {"a": np.ones((3, 2), np.int8)}
+        merged, frozen, _ = fz.merge_pretrained(grown[1], grown[0])
+        assert fz.resolve(merged, frozen) == {"a": True}
+
     @pytest.mark.parametrize("name", SAME_ROWS)
     def test_the_same_rows_however_they_are_named(self, name):
         """They have one index, one structure of the state and one record, from which they can be read again."""
