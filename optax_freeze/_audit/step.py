@@ -20,7 +20,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import to_device, to_memory_of
 from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Spec, choose, make_plan
+from optax_freeze._spec.resolve import Spec, choose, make_plan, warn_of_no_proof
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Part, PyTree
@@ -81,6 +81,7 @@ class Step:
         self.bits = self._other_frozen_leaves(tree, params, frozen)
         self.plan: Plan = make_plan(tree, frozen)
         self.plan.refuse_all_frozen("there is nothing to audit", frozen)
+        warn_of_no_proof(self.plan, tree, frozen, stacklevel=3)
         self.params: dict[int, int] = {}
         for i, (leaf, value) in enumerate(zip(self.plan.leaves, values, strict=True)):
             if isinstance(value, Part) or (is_array(value) and id(value) not in positions):

@@ -252,6 +252,14 @@ USES = {
 }
 
 
+PROOFS = {
+    "assert_frozen": lambda params, spec: fz.assert_frozen(params, params, spec),
+    "fingerprint": lambda params, spec: fz.fingerprint(params, spec),
+    "audit": lambda params, spec: fz.audit(params, spec, fz.freeze(optax.sgd(1.0), True), steps=1),
+    "audit_step": lambda params, spec: fz.audit_step(lambda state: state, [params], params="0", frozen=spec, steps=1),
+}
+
+
 class TestFreezeWarning:
     @pytest.mark.parametrize(
         ("spec", "extent", "uses"),
@@ -300,9 +308,33 @@ class TestFreezeWarning:
 
     def test_where_nothing_is_trained_there_is_none(self, other):
         for spec in ("**", fz.where(nothing_or_all)):
-            for use in (fz.resolve, fz.summary, fz.fingerprint, lambda params, spec: fz.labels(spec)(params)):
+            for use in (fz.resolve, fz.summary, lambda params, spec: fz.labels(spec)(params)):
                 use(other, spec)
-            fz.assert_frozen(other, other, spec)
+        for proof in ("assert_frozen", "fingerprint"):
+            PROOFS[proof](other, "**")
+
+    @pytest.mark.parametrize("proof", ["assert_frozen", "fingerprint", "audit", "audit_step"])
+    def test_a_proof_of_nothing(self, other, proof):
+        params = {**other, "steps": jnp.int32(0)}
+        all_false = lambda params: jax.tree.map(lambda leaf: False, params)  # noqa: E731
+        for spec in (fz.where(nothing_or_all), fz.path("encoder") & "head", all_false):
+            with pytest.warns(
+                fz.FreezeWarning, match=r"freezes nothing\n(.|\n)*: 0 of 3 leaves are frozen\n"
+            ) as caught:
+                PROOFS[proof](params, spec)
+            assert [each.filename for each in caught] == [__file__]
+        with pytest.warns(fz.FreezeWarning):
+            state = fz.freeze(optax.sgd(1.0), fz.where(nothing_or_all)).init(params)
+        whole = {"encoder": False, "head": False, "steps": True}
+        for spec in (False, whole, fz.spec_of(state), "encoder", "steps", fz.rules({"head": fz.rows(0)})):
+            PROOFS[proof](params, spec)
+
+    def test_a_proof_of_no_variable(self):
+        model = nnx.Sequential(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), nnx.BatchNorm(1, rngs=nnx.Rngs(0)))
+        for proof in ("fingerprint", "audit_step"):
+            with pytest.warns(fz.FreezeWarning, match="at least one frozen leaf"):
+                PROOFS[proof](model, nnx.LoRAParam)
+            PROOFS[proof](model, nnx.PathContains("kernel"))
 
     def test_the_spec_of_a_state_is_told_once(self, other):
         tx = fz.freeze(optax.sgd(1.0), fz.where(nothing_or_all))
