@@ -5,6 +5,7 @@ They are pytrees whose leaves are the arrays of element masks: a spec can be an 
 
 import copy
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -33,16 +34,16 @@ class Selector:
         raise NotImplementedError
 
     def __or__(self, other: "Selectable") -> "Selector":
-        return Or(self, as_selector(other, "|"))
+        return Or.of(self, as_selector(other, "|"))
 
     def __ror__(self, other: "Selectable") -> "Selector":
-        return Or(as_selector(other, "|"), self)
+        return Or.of(as_selector(other, "|"), self)
 
     def __and__(self, other: "Selectable") -> "Selector":
-        return And(self, as_selector(other, "&"))
+        return And.of(self, as_selector(other, "&"))
 
     def __rand__(self, other: "Selectable") -> "Selector":
-        return And(as_selector(other, "&"), self)
+        return And.of(as_selector(other, "&"), self)
 
     def __invert__(self) -> "Selector":
         return Not(self)
@@ -146,35 +147,43 @@ class NnxFilter(Selector):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Binary(Selector):
-    left: Selector
-    right: Selector
+class _Joined(Selector):
+    """Selectors that are joined by one operator, in a flat tuple: nested pairs would exceed Python's stack."""
+
+    operands: tuple[Selector, ...]
     symbol: ClassVar[str]
-    winner: ClassVar[bool]  # the choice for a leaf that is made if either operand makes it
+    winner: ClassVar[bool]  # the choice for a leaf that is made if any operand makes it
+
+    @classmethod
+    def of(cls, *operands: Selector) -> Selector:
+        parts = (each.operands if isinstance(each, cls) else (each,) for each in operands)
+        return cls(tuple(itertools.chain.from_iterable(parts)))
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        pairs = zip(self.left.select(leaves), self.right.select(leaves), leaves, strict=True)
-        return [self._combine(a, b, leaf) for a, b, leaf in pairs]
+        choices = [each.select(leaves) for each in self.operands]
+        return [
+            functools.reduce(functools.partial(self._combine, leaf), found)
+            for leaf, found in zip(leaves, zip(*choices, strict=True), strict=True)
+        ]
 
-    def _combine(self, a: Choice, b: Choice, leaf: Leaf) -> Choice:
+    def _combine(self, leaf: Leaf, a: Choice, b: Choice) -> Choice:
         if a is self.winner or b is (not self.winner):
             return a
         if b is self.winner or a is (not self.winner):
             return b
-        return combined(a, b, leaf, repr(self), either=self.winner)
+        return combined(a, b, leaf, self, either=self.winner)
 
     def __repr__(self) -> str:
-        left = repr(self.left) if type(self.left) is type(self) else _operand(self.left)
-        return f"{left} {self.symbol} {_operand(self.right)}"
+        return f" {self.symbol} ".join(map(_operand, self.operands))
 
 
 @jax.tree_util.register_dataclass
-class Or(_Binary):
+class Or(_Joined):
     symbol, winner = "|", True
 
 
 @jax.tree_util.register_dataclass
-class And(_Binary):
+class And(_Joined):
     symbol, winner = "&", False
 
 
@@ -248,7 +257,7 @@ class ResolvedSpec(Selector):
 
 
 def _operand(selector: Selector) -> str:
-    return f"({selector!r})" if isinstance(selector, _Binary) else repr(selector)
+    return f"({selector!r})" if isinstance(selector, _Joined) else repr(selector)
 
 
 def as_selector(value: Any, name: str) -> Selector:

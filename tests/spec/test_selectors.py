@@ -1,8 +1,14 @@
 """Selectors: patterns, functions, rules and their algebra."""
 
+import copy
+import functools
+import operator
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_freeze as fz
@@ -215,6 +221,20 @@ class TestAlgebra:
         for selector in (fz.path("head") | "x", fz.path("head") & "x", ~fz.path("x")):
             with pytest.raises(ValueError, match="matches no leaf"):
                 fz.resolve(params, selector)
+
+    @pytest.mark.parametrize("join", [operator.or_, operator.and_])
+    def test_a_thousand_of_them(self, join):
+        names = [f"layer_{i}" for i in range(1100)]
+        each = [fz.path(name) if join is operator.or_ else fz.all_except(name) for name in names]
+        forward = functools.reduce(join, each)
+        backward = functools.reduce(lambda rest, one: join(one, rest), reversed(each))
+        assert forward == backward == pickle.loads(pickle.dumps(forward)) == copy.deepcopy(forward)
+        assert hash(forward) == hash(backward)
+        assert repr(forward) == repr(backward)
+        assert jax.tree.structure(forward) == jax.tree.structure(backward)
+        params = dict.fromkeys([*names, "head"], 1.0)
+        fz.freeze(optax.sgd(0.1), forward).init(params)
+        assert chosen(forward, params) == (sorted(names) if join is operator.or_ else ["head"])
 
 
 class TestRules:
