@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from optax_freeze._errors import value_error
-from optax_freeze._spec.masks import Choice, Rows
+from optax_freeze._spec.masks import Choice, Rows, as_arrays
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Leaf
 
@@ -25,7 +25,7 @@ def combined(a: Choice, b: Choice, leaf: Leaf, selector: Any, *, either: bool) -
             return _rows(operation(*(~np.isin(np.arange(s.size), s.numbers) for s in (first, second))), first.axis)
     what, got = f"{selector!r}: two element masks for one leaf", f"{a!r} and {b!r}"
     expected = "one mask for a leaf, or static rows along one axis"
-    fix = "combine the masks as arrays: one fz.elements(a | b)"
+    fix = as_arrays(a, b, "|" if either else "&", leaf.shape)
     raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
 
 

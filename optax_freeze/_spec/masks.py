@@ -1,5 +1,6 @@
 """Which elements of one leaf are frozen: rows by their numbers, single elements by a boolean array."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -15,7 +16,19 @@ from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, Row
 from optax_freeze._spec.tree import Leaf
 
 
-class _RowMask:
+class _Mask:
+    """Element masks do not combine by themselves: which elements they freeze depends on the shape of a leaf."""
+
+    def __or__(self, other: Any) -> Any:
+        raise _no_operator(self, other, "|")
+
+    def __and__(self, other: Any) -> Any:
+        raise _no_operator(self, other, "&")
+
+    __ror__, __rand__ = __or__, __and__
+
+
+class _RowMask(_Mask):
     """Rows along an axis, which are frozen; if ``inverted``, all others are."""
 
     axis: int
@@ -59,10 +72,17 @@ class Rows(_RowMask):
     axis: int = 0
     inverted: bool = False
     allow_empty: bool = False
+    length: int | None = None  # of the vector of bools that named the rows
 
     def fit(self, leaf: Leaf) -> Selection:
         """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
         axis, size = self._axis_and_size(leaf)
+        if self.length not in (None, size):
+            what, got = "a vector of bools differs in length from its axis", f"{self.length} bools"
+            expected = f"{size}, the length of axis {self.axis} of shape {leaf.shape}"
+            same = [n for n, length in enumerate(leaf.shape or ()) if length == self.length]
+            fix = f"axis={same[0]}" if same else "give one bool for each row, or the numbers of the rows"
+            raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
         if isinstance(self.index, slice):
             return row_index(self, axis, size, self._runs_of_slice(self.index, size, leaf), self.inverted)
         numbers = self._ascending((self.index,) if isinstance(self.index, int) else self.index, size, leaf)
@@ -82,13 +102,15 @@ class Rows(_RowMask):
         return [(found[0], found[-1] + 1)] if found and found.step == 1 else [(n, n + 1) for n in found]
 
     def __repr__(self) -> str:
-        index = list(self.index) if isinstance(self.index, tuple) else self.index
+        index: Any = list(self.index) if isinstance(self.index, tuple) else self.index
+        if self.length is not None:
+            index = [n in {*index} for n in range(self.length)]
         options = f", axis={self.axis}" * (self.axis != 0) + ", allow_empty=True" * self.allow_empty
         return f"{'~' * self.inverted}fz.rows({index}{options})"
 
     def __hash__(self) -> int:
         index = repr(self.index) if isinstance(self.index, slice) else self.index  # Python 3.11 cannot hash a slice
-        return hash((index, self.axis, self.inverted))
+        return hash((index, self.axis, self.inverted, self.length))
 
 
 @functools.partial(
@@ -131,7 +153,7 @@ class DynamicRows(_RowMask):
     jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count", "of_state"]
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Elements:
+class Elements(_Mask):
     """Frozen elements as a boolean array, made by :func:`elements`."""
 
     array: Any
@@ -148,7 +170,12 @@ class Elements:
             if self.array.shape == () and not is_concrete(self.array):
                 what, got = "a bool in the spec is traced", "a traced boolean"
                 expected, fix = f"True or False, or a mask of shape {expected}", "create the bool outside jit, or use"
-            fix += " jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows"
+            axis = next((n for n, size in enumerate(leaf.shape or ()) if self.array.shape == (size,)), None)
+            rows = f"for whole rows use fz.rows{f'(mask, axis={axis})' if axis else ''}"
+            if self._broadcasts(leaf.shape or ()):
+                fix += f" jnp.broadcast_to(mask, leaf.shape); {rows}"
+            else:
+                fix = rows if axis is not None else "compute it from the leaf: leaf < 0.1"
             raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
         if self.compact and self.count is None:
             what = "the elements of a compact mask cannot be counted"
@@ -156,6 +183,11 @@ class Elements:
             fix = "resolve it outside jit (tx.init, fz.spec_of), or leave compact=False"
             raise value_error(what, at=leaf.path, got="a traced array, or only a shape", expected=expected, fix=fix)
         return FROZEN if self.count == 0 else DenseMask(self.array, self.compact, self.count, self.of_state)
+
+    def _broadcasts(self, shape: tuple[int, ...]) -> bool:
+        with contextlib.suppress(ValueError):
+            return np.broadcast_shapes(self.array.shape, shape) == shape
+        return False
 
     def __invert__(self) -> "Elements":
         array = ~jnp.asarray(self.array)
@@ -169,6 +201,37 @@ class Elements:
 ElementMask: TypeAlias = Rows | DynamicRows | Elements
 Choice: TypeAlias = bool | ElementMask
 """What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
+
+
+def _no_operator(a: Any, b: Any, symbol: str) -> TypeError:
+    what, expected = f"an element mask has no {symbol}", "selectors: fz.rules says for which leaves a mask is"
+    is_selector = isinstance(b, str) or hasattr(b, "select")
+    if is_selector or (isinstance(a, Rows) and isinstance(b, Rows) and a.axis == b.axis):
+        fix = f" {symbol} ".join(repr(each) if each is b and is_selector else _for_leaves(each) for each in (a, b))
+    else:
+        fix = as_arrays(a, b, symbol, "leaf.shape")
+    return type_error(what, at=symbol, got=f"{a!r} and {described(b)}", expected=expected, fix=fix)
+
+
+def _for_leaves(mask: Any) -> str:
+    return f"fz.rules({{pattern: {mask!r}}})"
+
+
+def as_arrays(a: Any, b: Any, symbol: str, shape: Any) -> str:
+    """What to write for two masks of one leaf that do not combine."""
+    code = [_as_array(name, mask, shape) for name, mask in (("a", a), ("b", b)) if isinstance(mask, Rows)]
+    if len(code) < 2 or len(repr(a) + repr(b)) > 200:
+        return f"combine the masks as arrays: one fz.elements(a {symbol} b)"
+    return f"combine them as arrays: {'; '.join(code)}; fz.elements(a {symbol} b)"
+
+
+def _as_array(name: str, mask: Rows, shape: Any) -> str:
+    index: Any = list(mask.index) if isinstance(mask.index, tuple) else mask.index
+    if isinstance(index, slice):
+        index = ":".join("" if bound is None else str(bound) for bound in (index.start, index.stop, index.step))
+    before, after = (":, " * mask.axis, "") if mask.axis >= 0 else ("..., ", ", :" * (-mask.axis - 1))
+    made = "np.ones" if mask.inverted else "np.zeros"
+    return f"{name} = {made}({shape}, bool); {name}[{before}{index}{after}] = {not mask.inverted}"
 
 
 def choice_of(selection: Selection) -> Choice:
@@ -201,16 +264,19 @@ def _would_train(mask: ElementMask, leaf: Leaf) -> bool:
 
 
 @overload
-def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool = False) -> Rows: ...
+def rows(
+    index: slice | int | Sequence[int] | np.ndarray[Any, Any], axis: int = 0, *, allow_empty: bool = False
+) -> Rows: ...
 @overload
 def rows(index: jax.Array, axis: int = 0) -> DynamicRows: ...
 def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
     """Freezes rows of a leaf along one axis.
 
     Args:
-      index: the frozen rows: a slice, an int or a list of ints (static rows); negative numbers count from the end. Or a
-        JAX array of integers of shape (k,), which may be traced (dynamic rows): only k is static, the row numbers are
-        in the optimizer state, where :func:`optax_freeze.replace_masks` replaces them.
+      index: the frozen rows: a slice, an int or a list of ints (static rows); negative numbers count from the end. Or,
+        as in NumPy, a bool for each row of the axis, True where frozen: a list or an array with values (static, too).
+        Or a JAX array of integers of shape (k,), which may be traced (dynamic rows): only k is static, the row numbers
+        are in the optimizer state, where :func:`optax_freeze.replace_masks` replaces them.
       axis: the axis along which rows are counted; negative numbers count from the last.
       allow_empty: whether an open slice (``slice(n, None)``) may select no rows, as in a sweep over ``n``.
 
@@ -219,10 +285,10 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       mask of all rows of a leaf means True, of none False.
 
     Raises:
-      TypeError: if ``index`` or ``axis`` has another type.
-      ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if an open slice
-        selects no row: ``~fz.rows(slice(4, None))`` would freeze all of 4 rows. Traced numbers are not checked; one
-        that is out of range, or given again, selects no row.
+      TypeError: if ``index`` or ``axis`` has another type, or ``index`` is a traced array of bools.
+      ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, if there are more or
+        fewer bools than rows, or if an open slice selects no row: ``~fz.rows(slice(4, None))`` would freeze all of 4
+        rows. Traced numbers are not checked; one that is out of range, or given again, selects no row.
 
     Example:
       >>> import optax_freeze as fz
@@ -231,17 +297,20 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       >>> trainable["embed"].values
       Array([[4., 5.]], dtype=float32)
     """
-    numbers = _numbers(index)
+    bools = _bools(index)
+    numbers = _numbers(index) if bools is None else tuple(np.flatnonzero(bools).tolist())
     if numbers is None or not is_int(axis):
         got = f"index={described(index)}, axis={described(axis)}"
-        expected = "a slice, an int, a list of ints or a JAX array of integers, of shape (k,); an int for the axis"
-        fix = "for a boolean array use fz.elements(array), for other numbers array.astype(int).ravel()"
-        raise type_error("fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=fix)
+        expected = (
+            "a slice, an int, a list of ints, a JAX array of integers of shape (k,) or a vector of bools with values"
+        )
+        raise type_error("fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=_fix(index, axis))
     if isinstance(numbers, jax.Array):
         return DynamicRows(numbers, int(axis))
     if isinstance(numbers, tuple) and len(set(numbers)) < len(numbers):
         raise _named_twice("fz.rows", list(numbers)[:8])
-    return Rows(numbers, int(axis), allow_empty=allow_empty)
+    length = None if bools is None else len(bools)
+    return Rows(numbers, int(axis), allow_empty=allow_empty, length=length)
 
 
 def elements(array: Any, *, compact: bool = False) -> Elements:
@@ -299,6 +368,27 @@ def _traced_trainable_rows(named: Any, size: int, count: int, inverted: bool) ->
     named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
     trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
     return numbers_where(trains, count).astype(jnp.int32)
+
+
+def _fix(index: Any, axis: Any) -> str:
+    """What to write for something that is not an index of rows."""
+    if not is_int(axis):
+        return "give the axis as an int: axis=0"
+    if not is_array(index):
+        return "list the row numbers: fz.rows([0, 1])"
+    if index.dtype != np.bool_:
+        return "convert the numbers: fz.rows(array.astype(int).ravel())"
+    if index.ndim == 1:
+        return "create the array outside jit; or, if k of its bools are True, fz.rows(jnp.flatnonzero(array, size=k))"
+    return "for the elements of a leaf use fz.elements(array)"
+
+
+def _bools(index: Any) -> np.ndarray | None:
+    """A vector of bools with values, or None."""
+    if is_concrete(index):
+        return np.asarray(index) if index.ndim == 1 and index.dtype == np.bool_ else None
+    is_list = isinstance(index, Sequence) and len(index) > 0 and not isinstance(index, str)
+    return np.array(index) if is_list and all(isinstance(each, (bool, np.bool_)) for each in index) else None
 
 
 def _numbers(index: Any) -> int | tuple[int, ...] | slice | jax.Array | None:

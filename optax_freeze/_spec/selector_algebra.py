@@ -18,7 +18,7 @@ from optax_freeze._errors import counted, described, in_one_line, type_error, va
 from optax_freeze._spec import patterns as _glob
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.combined_masks import combined
-from optax_freeze._spec.masks import Choice, DynamicRows, Elements
+from optax_freeze._spec.masks import Choice, DynamicRows, ElementMask, Elements
 from optax_freeze._spec.tree import Leaf, VariableLeaf
 
 
@@ -272,7 +272,10 @@ def as_selector(value: Any, name: str) -> Selector:
         return Path(tuple(value))
     what = f"{name}: neither a pattern nor a selector"
     at, expected = described(value), "a glob pattern or fz.path / all_except / regex / where"
-    raise type_error(what, at=at, got=type(value).__name__, expected=expected, fix="wrap a function in fz.where(...)")
+    fix = "wrap a function in fz.where(...)"
+    if isinstance(value, ElementMask):
+        fix = f"say for which leaves: fz.rules({{pattern: {value!r}}})"
+    raise type_error(what, at=at, got=type(value).__name__, expected=expected, fix=fix)
 
 
 def is_selector(value: Any) -> bool:

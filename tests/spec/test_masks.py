@@ -173,7 +173,7 @@ class TestRows:
             fz.resolve({"w": jnp.ones(())}, {"w": rows})
 
     def test_wrong_arguments(self):
-        arrays = (np.ones((2, 2), bool), jnp.array([True]), jnp.array(1), jnp.array([[1]]))
+        arrays = (np.ones((2, 2), bool), jnp.array(True), jnp.array(1), jnp.array([[1]]))
         for index in ("0", True, 1.0, [0.5], slice(0, 1.5), slice(0, 2, 0), *arrays):
             with pytest.raises(TypeError, match="row numbers"):
                 fz.rows(index)  # pyright: ignore
@@ -213,6 +213,48 @@ class TestRows:
                 spec = combine(fz.rules({"w": a}), fz.rules({"w": b}))
                 np.testing.assert_array_equal(where(spec), combine(where({"w": a}), where({"w": b})), repr(spec))
                 assert fz.resolve(leaf, fz.resolve(leaf, spec)) == fz.resolve(leaf, spec)
+
+    def test_a_vector_of_bools(self):
+        """``True`` names a row, as in NumPy."""
+        params, bools = {"w": jnp.ones((4, 3))}, np.array([True, False, True, True])
+        for given in (bools, jnp.asarray(bools), list(bools), bools.tolist(), tuple(bools.tolist())):
+            rows = fz.rows(given)
+            assert rows == fz.rows(bools) != fz.rows([0, 2, 3])
+            assert fz.partition(params, {"w": rows})[0]["w"].index.numbers.tolist() == [1]
+            assert (
+                fz.partition(params, {"w": ~rows})[0]["w"].index
+                == fz.partition(params, {"w": fz.rows(1)})[0]["w"].index
+            )
+        assert fz.rows([True, False]) != fz.rows([1, 0])
+        assert eval(repr(~fz.rows(bools, axis=-2))) == ~fz.rows(bools, axis=-2)
+        assert fz.resolve(params, {"w": fz.rows(np.ones(4, bool))}) == {"w": True}
+        both = fz.rules({"w": fz.rows(bools)}) | fz.rules({"w": fz.rows(1)})
+        assert fz.resolve(params, both) == {"w": True}
+        with pytest.raises(ValueError, match=r"got: 0 bools\n  expected: 4, "):
+            fz.resolve(params, {"w": fz.rows(bools[:0])})
+        with pytest.raises(
+            ValueError, match=r"at: w\n  got: 4 bools\n  expected: 3, the length of axis 1.*\n  fix: axis=0"
+        ):
+            fz.resolve(params, {"w": fz.rows(bools, axis=1)})
+        with pytest.raises(ValueError, match=r"fix: for whole rows use fz.rows\Z"):
+            fz.resolve(params, {"w": fz.elements(bools)})
+        with pytest.raises(ValueError, match=r"for whole rows use fz.rows\(mask, axis=1\)"):
+            fz.resolve(params, {"w": fz.elements(bools[:3])})
+
+    def test_the_fix_for_masks_that_do_not_combine(self):
+        leaf = jnp.ones((5, 4, 3))
+        masks = fz.rows(0), ~fz.rows([1, -1], axis=-2), fz.rows(slice(None, None, 2), axis=2), fz.rows([3])
+        where = lambda spec: np.broadcast_to(make_plan(leaf, spec).selections[0].frozen(3), leaf.shape)  # noqa: E731
+        for (a, b), join in itertools.product(itertools.product(masks, masks), (operator.or_, operator.and_)):
+            for call in (lambda: join(a, b), lambda: fz.resolve(leaf, join(fz.rules({"**": a}), fz.rules({"**": b})))):  # noqa: B023
+                try:
+                    found = call()
+                except (TypeError, ValueError) as error:
+                    *code, spec = str(error).partition("fix: ")[2].removeprefix("combine them as arrays: ").split("; ")
+                    names = {"np": np, "fz": fz, "leaf": leaf, "pattern": "**"}
+                    exec("\n".join(code), names)
+                    found = eval(spec, names)
+                np.testing.assert_array_equal(where(found), join(where(a), where(b)))
 
     def test_masks_that_do_not_combine(self):
         params = {"a": jnp.ones((4, 2)), "steps": jnp.arange(4)}
