@@ -148,16 +148,24 @@ class NnxFilter(Selector):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Joined(Selector):
-    """Selectors that are joined by one operator, in a flat tuple: nested pairs would exceed Python's stack."""
+    """Selectors that are joined by one operator, in a tuple: nested pairs would exceed Python's stack.
+
+    Parentheses around operands on the right are kept, but none within them.
+    """
 
     operands: tuple[Selector, ...]
     symbol: ClassVar[str]
     winner: ClassVar[bool]  # the choice for a leaf that is made if any operand makes it
 
     @classmethod
-    def of(cls, *operands: Selector) -> Selector:
-        parts = (each.operands if isinstance(each, cls) else (each,) for each in operands)
-        return cls(tuple(itertools.chain.from_iterable(parts)))
+    def of(cls, left: Selector, right: Selector) -> Selector:
+        if isinstance(right, cls):
+            right = cls(tuple(itertools.chain.from_iterable(map(cls._operands, right.operands))))
+        return cls((*cls._operands(left), right))
+
+    @classmethod
+    def _operands(cls, selector: Selector) -> tuple[Selector, ...]:
+        return selector.operands if isinstance(selector, cls) else (selector,)
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         choices = [each.select(leaves) for each in self.operands]

@@ -4,6 +4,7 @@ import copy
 import functools
 import operator
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,38 @@ class TestPath:
         assert str(error.value).endswith(f"fix: for a regular expression write fz.regex({expression!r})")
         assert chosen(fz.regex(expression), params)
 
+    @pytest.mark.parametrize(
+        ("pattern", "fix"),
+        [
+            ("**/*norm*", "case differs: LayerNorm_0, encoder/LayerNorm_1"),
+            ("layernorm_1", "case differs: encoder/LayerNorm_1"),
+            ("kernel", "a pattern begins at the root; at any depth write '**/kernel'"),
+            ("LayerNorm_1/bias", "a pattern begins at the root; at any depth write '**/LayerNorm_1/bias'"),
+            ("key[1]", "nearest paths: key[[]0]"),
+            (
+                fz.regex("norm"),
+                "case differs: LayerNorm_0/scale, encoder/LayerNorm_1/bias; ignore it by '(?i).*(?:norm).*'",
+            ),
+            (fz.regex("encoder"), "a regex must match the whole path: 'encoder/.*'"),
+            (fz.regex("head/*"), "for a glob write fz.path('head/*')"),
+            (fz.regex("enc*/*/bias"), "for a glob write fz.path('enc*/*/bias')"),
+            (fz.regex(r"key.1."), r"nearest paths: key\[0\]"),
+        ],
+    )
+    def test_a_hint_fits_when_it_is_typed_in(self, pattern, fix):
+        params = {
+            "encoder": {"LayerNorm_1": {"bias": 1.0}},
+            "LayerNorm_0": {"scale": 1.0},
+            "head": {"kernel": 1.0},
+            "key[0]": 1.0,
+        }
+        with pytest.raises(ValueError, match="matches no leaf") as caught:
+            fz.resolve(params, pattern)
+        assert fix in str(caught.value)
+        for written in re.findall(r"'(.*)'", fix) or re.split(", ", fix.partition(": ")[2]):
+            make = fz.path if isinstance(pattern, str) or "fz.path" in fix else fz.regex
+            assert chosen(make(written), params)
+
     def test_what_is_no_regular_expression_that_matches(self, params):
         for pattern in ("encoder.layer_0", "encoder(", "tail.*", "*kernel+"):
             with pytest.raises(ValueError, match="fix: nearest paths"):
@@ -228,13 +261,14 @@ class TestAlgebra:
         each = [fz.path(name) if join is operator.or_ else fz.all_except(name) for name in names]
         forward = functools.reduce(join, each)
         backward = functools.reduce(lambda rest, one: join(one, rest), reversed(each))
-        assert forward == backward == pickle.loads(pickle.dumps(forward)) == copy.deepcopy(forward)
-        assert hash(forward) == hash(backward)
-        assert repr(forward) == repr(backward)
-        assert jax.tree.structure(forward) == jax.tree.structure(backward)
         params = dict.fromkeys([*names, "head"], 1.0)
-        fz.freeze(optax.sgd(0.1), forward).init(params)
-        assert chosen(forward, params) == (sorted(names) if join is operator.or_ else ["head"])
+        for selector in (forward, backward):
+            assert selector == pickle.loads(pickle.dumps(selector)) == copy.deepcopy(selector)
+            assert hash(selector) == hash(copy.deepcopy(selector))
+            assert repr(selector).count("fz.") == 1100
+            assert jax.tree.leaves(selector) == []
+            assert chosen(selector, params) == (sorted(names) if join is operator.or_ else ["head"])
+            fz.freeze(optax.sgd(0.1), selector).init(params)
 
 
 class TestRules:
