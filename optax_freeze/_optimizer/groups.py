@@ -14,12 +14,13 @@ from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._optimizer.given_groups import GivenGroup
 from optax_freeze._optimizer.no_update import zero
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Choice, Elements, Rows, elements, refuse_untrainable, rows
+from optax_freeze._spec.masks import Choice, Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, Part, PyTree
+from optax_freeze._spec.untrainable import refuse_untrainable
 
 
 @jax.tree_util.register_static

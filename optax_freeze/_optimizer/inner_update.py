@@ -13,6 +13,7 @@ from jax.core import Tracer
 from optax_freeze._errors import in_one_line, type_error, value_error
 from optax_freeze._gradient.grad import restrict
 from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
+from optax_freeze._optimizer.init_with import init_of
 from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
@@ -204,13 +205,13 @@ class Lists(NamedTuple):
 
 def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
     """The state of an inner optimizer for the trainable part of the parameters."""
-    return parts_outside(tx.init(_trainable(plan, params)), plan)
+    return parts_outside(init_of(tx, _trainable(plan, params)), plan)
 
 
 def init_group(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
     """The state of an inner optimizer for a group."""
     trainable = _trainable(plan, params)
-    return without_others(parts_outside(tx.init(trainable), plan), plan, trainable)
+    return without_others(parts_outside(init_of(tx, trainable), plan), plan, trainable)
 
 
 def _trainable(plan: Plan, params: PyTree) -> PyTree:

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from optax_freeze._errors import value_error
-from optax_freeze._spec.masks import Choice, Rows, as_arrays
+from optax_freeze._spec.mask_operators import as_arrays
+from optax_freeze._spec.masks import Choice, Rows
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Leaf
 

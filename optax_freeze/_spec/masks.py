@@ -11,24 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
-from optax_freeze._spec.indexing import numbers_where
+from optax_freeze._spec.mask_operators import MaskOperators
+from optax_freeze._spec.row_numbers import bools_of, fix_for, named_twice, numbers_of, trainable_rows
 from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
 from optax_freeze._spec.tree import Leaf
 
 
-class _Mask:
-    """Element masks do not combine by themselves: which elements they freeze depends on the shape of a leaf."""
-
-    def __or__(self, other: Any) -> Any:
-        raise _no_operator(self, other, "|")
-
-    def __and__(self, other: Any) -> Any:
-        raise _no_operator(self, other, "&")
-
-    __ror__, __rand__ = __or__, __and__
-
-
-class _RowMask(_Mask):
+class _RowMask(MaskOperators):
     """Rows along an axis, which are frozen; if ``inverted``, all others are."""
 
     axis: int
@@ -51,7 +40,7 @@ class _RowMask(_Mask):
         self._refuse_outside(numbers, size, size - 1, leaf)
         ordered = sorted(number % size for number in numbers)
         if len(set(ordered)) < len(ordered):
-            raise _named_twice(leaf.path, list(numbers)[:8])
+            raise named_twice(leaf.path, list(numbers)[:8])
         return ordered
 
     def _refuse_outside(self, numbers: Sequence[int], size: int, last: int, leaf: Leaf) -> None:
@@ -132,7 +121,7 @@ class DynamicRows(_RowMask):
         array, [named] = self.array, self.array.shape
         if named > size:
             got = f"{named} row numbers, for {size} rows along axis {self.axis} of shape {leaf.shape}"
-            raise _named_twice(leaf.path, got)
+            raise named_twice(leaf.path, got)
         count = named if self.inverted else size - named
         if count == 0:
             return FROZEN
@@ -141,7 +130,7 @@ class DynamicRows(_RowMask):
         if isinstance(array, jax.ShapeDtypeStruct):
             array = jax.ShapeDtypeStruct((count,), jnp.int32)
         elif not (self.ascending and self.inverted):
-            array = _trainable_rows(array, size, count, self.inverted)
+            array = trainable_rows(array, size, count, self.inverted)
         return DynamicRowIndex(array, axis, size, count, self.of_state)
 
     def __repr__(self) -> str:
@@ -153,7 +142,7 @@ class DynamicRows(_RowMask):
     jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count", "of_state"]
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Elements(_Mask):
+class Elements(MaskOperators):
     """Frozen elements as a boolean array, made by :func:`elements`."""
 
     array: Any
@@ -203,37 +192,6 @@ Choice: TypeAlias = bool | ElementMask
 """What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
 
 
-def _no_operator(a: Any, b: Any, symbol: str) -> TypeError:
-    what, expected = f"an element mask has no {symbol}", "selectors: fz.rules says for which leaves a mask is"
-    is_selector = isinstance(b, str) or hasattr(b, "select")
-    if is_selector or (isinstance(a, Rows) and isinstance(b, Rows) and a.axis == b.axis):
-        fix = f" {symbol} ".join(repr(each) if each is b and is_selector else _for_leaves(each) for each in (a, b))
-    else:
-        fix = as_arrays(a, b, symbol, "leaf.shape")
-    return type_error(what, at=symbol, got=f"{a!r} and {described(b)}", expected=expected, fix=fix)
-
-
-def _for_leaves(mask: Any) -> str:
-    return f"fz.rules({{pattern: {mask!r}}})"
-
-
-def as_arrays(a: Any, b: Any, symbol: str, shape: Any) -> str:
-    """What to write for two masks of one leaf that do not combine."""
-    code = [_as_array(name, mask, shape) for name, mask in (("a", a), ("b", b)) if isinstance(mask, Rows)]
-    if len(code) < 2 or len(repr(a) + repr(b)) > 200:
-        return f"combine the masks as arrays: one fz.elements(a {symbol} b)"
-    return f"combine them as arrays: {'; '.join(code)}; fz.elements(a {symbol} b)"
-
-
-def _as_array(name: str, mask: Rows, shape: Any) -> str:
-    index: Any = list(mask.index) if isinstance(mask.index, tuple) else mask.index
-    if isinstance(index, slice):
-        index = ":".join("" if bound is None else str(bound) for bound in (index.start, index.stop, index.step))
-    before, after = (":, " * mask.axis, "") if mask.axis >= 0 else ("..., ", ", :" * (-mask.axis - 1))
-    made = "np.ones" if mask.inverted else "np.zeros"
-    return f"{name} = {made}({shape}, bool); {name}[{before}{index}{after}] = {not mask.inverted}"
-
-
 def choice_of(selection: Selection) -> Choice:
     """What a spec says about a leaf that has this selection."""
     if isinstance(selection, DynamicRowIndex):
@@ -241,26 +199,6 @@ def choice_of(selection: Selection) -> Choice:
     if isinstance(selection, DenseMask):
         return Elements(selection.array, selection.compact, selection.count, selection.of_state)
     return selection.mask if isinstance(selection, RowIndex) else selection is FROZEN
-
-
-def refuse_untrainable(choice: Choice, leaves: Sequence[Leaf]) -> None:
-    """A ``ValueError`` for an element mask of leaves none of which can train, if some of their elements would."""
-    # A leaf without a dtype may be the `MaskedNode` of one that can train.
-    if isinstance(choice, bool) or any(leaf.inexact or leaf.dtype is None for leaf in leaves):
-        return
-    for leaf in leaves:
-        if leaf.shape and _would_train(choice, leaf):
-            what, got = f"{choice!r} trains a part of a leaf that cannot train", f"{leaf.dtype} of shape {leaf.shape}"
-            expected = "a floating-point or complex leaf: any other is frozen as a whole"
-            fix = "write True in place of the mask; if the leaf should train, convert it: leaf.astype(jnp.float32)"
-            raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
-
-
-def _would_train(mask: ElementMask, leaf: Leaf) -> bool:
-    """Whether a mask lets elements of a leaf train; False if it has no values that say so."""
-    if isinstance(mask, Elements):
-        return is_concrete(mask.array) and not np.all(mask.array)
-    return mask.fit(leaf) is not FROZEN
 
 
 @overload
@@ -297,18 +235,20 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       >>> trainable["embed"].values
       Array([[4., 5.]], dtype=float32)
     """
-    bools = _bools(index)
-    numbers = _numbers(index) if bools is None else tuple(np.flatnonzero(bools).tolist())
+    bools = bools_of(index)
+    numbers = numbers_of(index) if bools is None else tuple(np.flatnonzero(bools).tolist())
     if numbers is None or not is_int(axis):
         got = f"index={described(index)}, axis={described(axis)}"
         expected = (
             "a slice, an int, a list of ints, a JAX array of integers of shape (k,) or a vector of bools with values"
         )
-        raise type_error("fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=_fix(index, axis))
+        raise type_error(
+            "fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=fix_for(index, axis)
+        )
     if isinstance(numbers, jax.Array):
         return DynamicRows(numbers, int(axis))
     if isinstance(numbers, tuple) and len(set(numbers)) < len(numbers):
-        raise _named_twice("fz.rows", list(numbers)[:8])
+        raise named_twice("fz.rows", list(numbers)[:8])
     length = None if bools is None else len(bools)
     return Rows(numbers, int(axis), allow_empty=allow_empty, length=length)
 
@@ -342,66 +282,3 @@ def elements(array: Any, *, compact: bool = False) -> Elements:
         raise type_error("fz.elements takes a boolean array", at="fz.elements", got=got, expected=expected, fix=fix)
     count = int(array.size - np.count_nonzero(np.asarray(array))) if compact and is_concrete(array) else None
     return Elements(array, compact, count)
-
-
-def _named_twice(at: str, got: Any) -> ValueError:
-    fix = "sorted(set(rows)), with negative numbers counted from the end"
-    return value_error("a row is named twice", at=at, got=got, expected="each row once", fix=fix)
-
-
-def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
-    """The numbers of ``count`` trainable rows, ascending, and concrete wherever ``named`` is.
-
-    If rows are named twice or out of range, the array ends with ``size``, which is not a row.
-    """
-    if not is_concrete(named):
-        return _traced_trainable_rows(named, size, count, inverted)
-    trains, named = np.full(size, not inverted), np.asarray(named).astype(int)
-    trains[named[named < size]] = inverted
-    numbers = np.append(np.flatnonzero(trains), np.full(count, size))[:count].astype(np.int32)
-    array = jnp.asarray(numbers)
-    return array if is_concrete(array) else numbers
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # traced once for all leaves that are alike
-def _traced_trainable_rows(named: Any, size: int, count: int, inverted: bool) -> jax.Array:
-    named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
-    trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
-    return numbers_where(trains, count).astype(jnp.int32)
-
-
-def _fix(index: Any, axis: Any) -> str:
-    """What to write for something that is not an index of rows."""
-    if not is_int(axis):
-        return "give the axis as an int: axis=0"
-    if not is_array(index):
-        return "list the row numbers: fz.rows([0, 1])"
-    if index.dtype != np.bool_:
-        return "convert the numbers: fz.rows(array.astype(int).ravel())"
-    if index.ndim == 1:
-        return "create the array outside jit; or, if k of its bools are True, fz.rows(jnp.flatnonzero(array, size=k))"
-    return "for the elements of a leaf use fz.elements(array)"
-
-
-def _bools(index: Any) -> np.ndarray | None:
-    """A vector of bools with values, or None."""
-    if is_concrete(index):
-        return np.asarray(index) if index.ndim == 1 and index.dtype == np.bool_ else None
-    is_list = isinstance(index, Sequence) and len(index) > 0 and not isinstance(index, str)
-    return np.array(index) if is_list and all(isinstance(each, (bool, np.bool_)) for each in index) else None
-
-
-def _numbers(index: Any) -> int | tuple[int, ...] | slice | jax.Array | None:
-    """An index of Python ints, or a JAX array of integers; otherwise None."""
-    if isinstance(index, jax.Array):
-        return index if index.ndim == 1 and jnp.issubdtype(index.dtype, jnp.integer) else None
-    if is_int(index):
-        return int(index)
-    if isinstance(index, slice):
-        bounds = [index.start, index.stop, index.step]
-        if index.step == 0 or not all(bound is None or is_int(bound) for bound in bounds):
-            return None
-        return slice(*(None if bound is None else int(bound) for bound in bounds))
-    if isinstance(index, (Sequence, np.ndarray)) and all(map(is_int, index)):
-        return tuple(map(int, index))
-    return None

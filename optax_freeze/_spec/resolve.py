@@ -13,13 +13,14 @@ import numpy as np
 
 from optax_freeze._errors import described, message, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, choice_of, refuse_untrainable
+from optax_freeze._spec.masks import ElementMask, choice_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
 from optax_freeze._spec.tied_leaves import refuse_tied
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Walk
+from optax_freeze._spec.untrainable import refuse_untrainable
 
 
 class DataclassTree(Protocol):

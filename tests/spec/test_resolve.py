@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.core
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -250,6 +251,47 @@ USES = {
     "freeze": lambda params, spec: fz.freeze(optax.sgd(1.0), spec).init(params),
     "under jit": lambda params, spec: jax.jit(fz.freeze(optax.sgd(1.0), spec).init)(params),
 }
+
+
+@flax.struct.dataclass
+class Body:
+    enc: Any
+    head: Any
+
+
+class TestMappingsForOtherContainers:
+    @pytest.mark.parametrize("make", [Body, Pair, lambda *layers: [*layers]])
+    def test_the_error_says_what_to_write(self, make):
+        params = make({"k[0]": jnp.ones(2), "b": jnp.ones(2)}, jnp.ones(2))
+        [_, _, last] = paths = _tree.paths(params)
+        spec = {last.partition("/")[0]: False, paths[0].partition("/")[0]: {"k[0]": fz.rows(0), "b": True}}
+        for above, tree, frozen in (("", params, spec), ("m/", {"m": params}, {"m": spec})):
+            with pytest.raises(ValueError, match="does not fit") as caught:
+                fz.resolve(tree, frozen)
+            fix = str(caught.value).partition("fix: name the leaves by their paths: ")[2]
+            found = make_plan(tree, eval(fix, {"fz": fz}))
+            assert [leaf.path for leaf in found.leaves] == [above + path for path in paths]
+            assert found.selections[0].is_frozen
+            assert found.selections[1].count == 1
+        with pytest.raises(
+            ValueError, match=r"fix: name the leaves by their paths: fz.rules\(\{'\w+': \.\.\., \.\.\.\}\)"
+        ):
+            fz.resolve(params, {key: np.ones(2, bool) for key in spec})
+
+    @pytest.mark.parametrize("container", [flax.core.freeze, nnx.State])
+    def test_labels_and_masks_of_an_optimizer(self, container):
+        params, groups = container({"a": jnp.ones(2), "b": jnp.ones(2)}), {"a": "slow", "b": "fast"}
+        transforms = {"slow": optax.sgd(0.1), "fast": optax.sgd(0.2)}
+        mask = {"a": True, "b": False}
+        for wrap in (lambda tx: fz.freeze(tx, "b"), lambda tx: fz.freeze_when(tx, {"b": False})):
+            for tx in (optax.multi_transform(transforms, groups), optax.masked(optax.sgd(0.1), mask)):
+                with pytest.raises(ValueError, match="different types") as caught:
+                    wrap(tx).init(params)
+                assert "fz.labels_by_path({path: label})" in caught.value.__notes__[0]
+            labelled = optax.multi_transform(transforms, fz.labels_by_path(groups))
+            for tx in (labelled, optax.masked(optax.sgd(0.1), lambda params: fz.resolve(params, mask))):
+                updates, _ = wrap(tx).update(params, wrap(tx).init(params), params)
+                assert updates["a"][0] == -0.1
 
 
 PROOFS = {
