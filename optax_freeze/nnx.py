@@ -399,8 +399,8 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
         leaves[i] = _tree.VariableLeaf.of(leaf._replace(aliases=aliases), list(names[id(variable)].values()), seen)
     spec = nnx.to_pure_dict(frozen) if isinstance(frozen, nnx.State) else frozen
     plan = make_plan(tree, spec, leaves=leaves)
-    if name != "thaw" and plan.extent(tree) == "nothing":  # a module may be frozen as a whole
-        warn_of_extent(plan, tree, frozen, stacklevel=3)
+    if name != "thaw":
+        warn_of_extent(plan, tree, frozen, or_everything=False, stacklevel=3)  # a module may be frozen as a whole
     params: dict[int, _Param] = {}
     for variable, leaf, selection in zip(variables, leaves, plan.selections, strict=True):
         param = _Param(variable, list(names[id(variable)]), selection is FROZEN, leaf.inexact)

@@ -744,10 +744,12 @@ _BY_FILE = {
     ("_spec/indexing.py", "tests/state/test_dynamic_rows.py"): [
         ("jnp.full(count, chosen.size)", "jnp.zeros(count, jnp.int32)", "-k given_twice"),
     ],
-    ("_spec/masks.py", "tests/state/test_dynamic_rows.py"): [
-        ("index.stop is None and not self.allow_empty:", "False:", "tests/spec/test_masks.py -k selects_no_row"),
+    ("_spec/row_numbers.py", "tests/state/test_dynamic_rows.py"): [
         ("named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named", "pass", "-k given_twice"),
         ("return array if is_concrete(array) else numbers", "return array", "-k outside_of_a_program"),
+    ],
+    ("_spec/masks.py", "tests/state/test_dynamic_rows.py"): [
+        ("index.stop is None and not self.allow_empty:", "False:", "tests/spec/test_masks.py -k selects_no_row"),
     ],
     ("_spec/merge_pretrained.py", "tests/spec/test_merge_pretrained.py"): [
         ("or new[axes[0]] < old[axes[0]]:", ":", "-k any_tree"),

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 from conftest import bits
+from flax import nnx
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import optax_freeze as fz
+from optax_freeze import checkpoint
 from optax_freeze._program.dependence import depends_on
 from optax_freeze.linen import Frozen, freeze_variables, frozen_mask
 
@@ -705,6 +707,115 @@ def test_a_new_parameter_joins_its_collection():
     _, grown = model("first", "second").apply(variables, X, mutable=True, rngs={"params": KEY})
     assert set(grown["constants"]) == {"first", "second"}
     assert bits(grown["constants"]["first"]) == bits(variables["constants"]["first"])
+
+
+@jax.tree_util.register_pytree_node_class
+class Box(flax.core.meta.AxisMetadata):
+    """A box of a user, whose content has a number as its key."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def tree_flatten(self):
+        return (self.content,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+    def unbox(self):
+        return self.content
+
+    def replace_boxed(self, val):
+        return Box(val)
+
+    def add_axis(self, index, params):
+        return self
+
+    remove_axis = add_axis
+
+
+def boxed_model():
+    """A model with boxes and a layer called "value", and its parameters with and without boxes."""
+    boxed = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "x"))
+    logically = nn.with_logical_partitioning(nn.initializers.zeros, ("x",))
+    layers = lambda m, x: nn.Dense(3, name="value")(nn.Dense(4, True, kernel_init=boxed, bias_init=logically)(x))  # noqa: E731
+    params = Compact(layers).init(KEY, X)["params"]
+    return Compact(layers), params, nn.meta.unbox(params)
+
+
+PATHS = ["Dense_0/bias", "Dense_0/kernel", "value/bias", "value/kernel"]
+
+
+def test_a_box_adds_nothing_to_a_path():
+    _, params, _ = boxed_model()
+    seen = []
+    specs = (
+        "**/kernel",
+        fz.regex(".*/kernel"),
+        fz.where(lambda path, leaf: seen.append(path) or path.endswith("kernel")),
+    )
+    for spec in (*specs, {"Dense_0": {"kernel": True, "bias": False}, "value": {"kernel": True, "bias": False}}):
+        resolved = fz.resolve(params, spec)
+        assert jax.tree.structure(resolved) == jax.tree.structure(params)
+        assert jax.tree.leaves(resolved) == [False, True, False, True]
+    assert seen == [row.path for row in fz.summary(params, True).rows] == PATHS
+    rates = fz.layerwise_decay(["value", "Dense_0/kernel", "Dense_0/bias"], base=1.0, factor=0.5)
+    labels = fz.labels_by_path(rates)(params)
+    assert jax.tree.leaves(labels) == [0.25, 0.5, 1.0, 1.0]
+    groups = fz.freeze_when(optax.sgd(0.1), {fz.each("**/kernel"): fz.unfreeze_at(1)}).init(params)
+    assert fz.currently_frozen(groups) == {"Dense_0/kernel": True, "value/kernel": True}
+    nested = {"value": Box({"value": jnp.ones(2), "w": Box(Box(jnp.ones(2)))}), "hole": Box(optax.MaskedNode())}
+    assert fz.resolve(nested, "value/w")["value"].content["w"].content.content is True
+    assert [row.path for row in fz.summary(nested, "hole").rows if row.shape] == ["value/value", "value/w"]
+    assert fz.resolve(Box(jnp.ones(2)), fz.where(lambda path, leaf: path == "")).content is True
+    assert jax.tree.leaves(fz.resolve(nnx.state(nnx.Linear(1, 1, rngs=nnx.Rngs(0))), "kernel")) == [False, True]
+
+
+@pytest.mark.parametrize("kernel", [True, fz.rows([0]), fz.elements(jnp.eye(4) > 0, compact=True), jnp.eye(4) > 0])
+def test_checks_and_files_of_boxed_and_unboxed_parameters_fit_each_other(kernel, tmp_path):
+    model, *both = boxed_model()
+    frozen = fz.rules({"Dense_0/kernel": kernel, "value/bias": True})
+    tx = fz.freeze(optax.adam(0.1), frozen)
+    trained, states, _ = fz.train_step(lambda p: loss(model, p), tx)(both[0], tx.init(both[0]))
+    for before, after in ((both[0], trained), (both[1], trained), (trained, both[1])):
+        fz.assert_frozen(before, after, frozen)
+    with pytest.raises(AssertionError, match="at: Dense_0/bias"):
+        fz.assert_frozen(both[1], trained, "Dense_0/bias")
+    assert (fz.fingerprint(both[1], frozen) == fz.fingerprint(trained, frozen)).all()
+    for n, (tree, other) in enumerate([both, both[::-1]]):
+        value, state, likewise = (
+            jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(of))
+            for like, of in ((tree, trained), (tx.init(tree), states), (other, trained))
+        )
+        checkpoint.save(tmp_path / str(n), value, frozen, step=0, opt_state=state)
+        restored = checkpoint.restore(tmp_path / str(n), other, opt_state=tx.init(other))
+        chex.assert_trees_all_equal_structs(restored, (other, tx.init(other)))
+        assert [x.tobytes() for x in jax.tree.leaves(restored)] == [
+            x.tobytes() for x in jax.tree.leaves((value, state))
+        ]
+        merged, _, report = fz.merge_pretrained(tree, likewise)
+        assert list(report.loaded) == PATHS
+        assert bits(merged) == bits(value)
+
+
+def test_a_file_of_orbax_has_the_contents_of_boxes_as_dicts():
+    _, params, unboxed = boxed_model()
+    read = {"Dense_0": {name: {"value": x} for name, x in unboxed["Dense_0"].items()}, "value": unboxed["value"]}
+    assert list(fz.merge_pretrained(params, read)[2].loaded) == PATHS
+    with pytest.raises(ValueError, match="at: Dense_0/bias/value: only in"):
+        fz.merge_pretrained(unboxed, read)
+
+
+def test_audit_step_finds_parameters_below_a_box():
+    def step(state, x):
+        a, b = state["box"].content["layer"].values()
+        return {"box": Box({"layer": {"a": a - x, "b": b}})}
+
+    state = {"box": Box({"layer": {"a": jnp.ones(2), "b": jnp.ones(2)}})}
+    for params, above in (("box", "layer/"), ("box/layer", "")):
+        leaks = fz.audit_step(step, state, jnp.ones(2), params=params, frozen=f"{above}a").leaks
+        assert [leak.path for leak in leaks] == [f"{above}a"]
 
 
 def test_boxed_parameters_keep_their_boxes():

@@ -96,7 +96,7 @@ def choices(draw, leaf):
     """What may be said of one leaf: a bool, rows, elements, a boolean array."""
     kinds = ["array", "elements", "compact", "bool"] + ["rows", "rows"] * (leaf.ndim > 0 and 0 not in leaf.shape)
     kind = draw(st.sampled_from(kinds))
-    if kind == "bool":
+    if kind == "bool" or not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return draw(st.booleans())
     if kind == "rows":
         axis = draw(st.integers(-leaf.ndim, leaf.ndim - 1))

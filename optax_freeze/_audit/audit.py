@@ -11,7 +11,7 @@ from optax_freeze._audit.runs import Runs
 from optax_freeze._errors import is_number, value_error, whole_number
 from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.resolve import Spec, make_plan, warn_of_no_proof
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import Part, PyTree
 
@@ -43,7 +43,8 @@ def audit(
       full_grads: False if ``tx`` gets only gradients of trainable parameters (:func:`optax_freeze.value_and_grad`).
 
     Returns:
-      An :class:`Audit`: true if there is no leak.
+      An :class:`Audit`: true if there is no leak. Emits a :class:`optax_freeze.FreezeWarning` if patterns, a selector
+      or a function freeze nothing.
 
     Raises:
       ValueError: if the spec does not fit or freezes everything, ``steps`` is less than 1, or there is a ``Part`` among
@@ -76,6 +77,7 @@ def audit(
             what = "fz.audit needs the full parameters"
             raise value_error(what, at=leaf.path, got=got, expected="the full leaf", fix=fix)
     plan.refuse_all_frozen("there is nothing to audit", frozen)
+    warn_of_no_proof(plan, params, frozen, stacklevel=2)
     start = [
         jnp.asarray(value, leaf.dtype) if leaf.inexact and is_number(value) else made_up(value)
         for value, leaf in zip(values, plan.leaves, strict=True)

@@ -52,7 +52,8 @@ def audit_step(
 
     Returns:
       An :class:`Audit`: true if there is no leak. Its ``note`` says what could not be known, ``calls`` how often the
-      step was called, and so any logger in it.
+      step was called, and so any logger in it. Emits a :class:`optax_freeze.FreezeWarning` if patterns, a selector or a
+      function freeze nothing.
 
     Raises:
       ValueError: if ``params`` matches nothing, the spec does not fit or freezes everything, ``steps`` is less than 1,

@@ -21,7 +21,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import to_device, to_memory_of
 from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Spec, choose, make_plan
+from optax_freeze._spec.resolve import Spec, choose, make_plan, warn_of_no_proof
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Part, PyTree
@@ -82,6 +82,7 @@ class Step:
         self.bits = self._other_frozen_leaves(tree, params, frozen)
         self.plan: Plan = make_plan(tree, frozen)
         self.plan.refuse_all_frozen("there is nothing to audit", frozen)
+        warn_of_no_proof(self.plan, tree, frozen, stacklevel=3)
         self.params: dict[int, int] = {}
         for i, (leaf, value) in enumerate(zip(self.plan.leaves, values, strict=True)):
             if isinstance(value, Part) or (is_array(value) and id(value) not in positions):
@@ -365,6 +366,8 @@ def _subtree(node: PyTree, path: str) -> list[PyTree]:
         own = sys.modules.get("optax_freeze.nnx")
         return [nnx.state(node, nnx.Param if own is None else (nnx.Param, own.FrozenParam))]
     for key, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]:
+        if _tree.is_wrapper(node):
+            return _subtree(child, path)
         name = _tree.keystr(key)
         if path == name or path.startswith(f"{name}/"):
             return _subtree(child, path[len(name) + 1 :])

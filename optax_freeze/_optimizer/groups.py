@@ -20,6 +20,7 @@ from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, Part, PyTree
+from optax_freeze._spec.untrainable import refuse_untrainable
 
 
 @jax.tree_util.register_static
@@ -107,6 +108,7 @@ def make_group_plans(
     made: dict[str, tuple[GivenGroup, Plan]] = {}
     for group in groups if leaves else ():
         selected = _selected(group, leaves)
+        refuse_untrainable(True if group.mask is None else group.mask, [leaves[i] for i in selected])
         owned = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
         pairs = [
             (name, plan_of_choices(walk, leaves, _claim(group, walk, leaves, numbers, taken), tied))

@@ -1,11 +1,12 @@
 """Calls ``init`` of an optimizer: for shapes alone, or with other masks than those of its specs."""
 
 import contextvars
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_freeze._errors import is_array
 from optax_freeze._spec.tied_leaves import traced_from
@@ -28,6 +29,20 @@ def init_with(change: Callable[[Any], Any], init: Init, params: PyTree) -> PyTre
         return init(params)
     finally:
         _CHANGE.reset(token)
+
+
+def init_of(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """``tx.init(params)``; an error says how to write a dict of labels or bools for parameters in another mapping."""
+    try:
+        return tx.init(params)
+    except (TypeError, ValueError) as error:
+        nodes = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, Mapping) and not isinstance(node, dict))
+        if found := [type(node).__name__ for node in nodes if isinstance(node, Mapping)]:
+            error.add_note(
+                f"fix: if the optimizer has a dict of labels or bools, which does not fit a {found[0]}, give"
+                " fz.labels_by_path({path: label}) as its labels, lambda params: fz.resolve(params, mask) as its mask"
+            )
+        raise
 
 
 def each_once(arrays: Iterable[Any], others: Iterable[Any] = ()) -> list[Any]:

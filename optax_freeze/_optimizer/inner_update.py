@@ -12,6 +12,7 @@ from optax_freeze._errors import counted, in_one_line, type_error, value_error
 from optax_freeze._gradient.grad import restrict
 from optax_freeze._optimizer.around import Around, inside
 from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
+from optax_freeze._optimizer.init_with import init_of
 from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.nnx_variables import as_before, stored, stored_state, values_in
 from optax_freeze._optimizer.update_unless import unless, update_unless
@@ -232,8 +233,8 @@ def init_group(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> 
 
 
 def _init(tx: optax.GradientTransformation, plan: Plan, trainable: PyTree) -> optax.OptState:
-    init = inside(Around(plan, _tree.flatten(trainable)[1]), tx.init)
-    return stored_state(init(trainable), plan, trainable)
+    init = inside(Around(plan, _tree.flatten(trainable)[1]), init_of)
+    return stored_state(init(tx, trainable), plan, trainable)
 
 
 def _trainable(plan: Plan, params: PyTree) -> PyTree:

@@ -1,14 +1,17 @@
 """The rows that two element masks of one leaf freeze: their union for ``|``, their intersection for ``&``."""
 
+from typing import Any
+
 import numpy as np
 
 from optax_freeze._errors import value_error
+from optax_freeze._spec.mask_operators import as_arrays
 from optax_freeze._spec.masks import Choice, Rows
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Leaf
 
 
-def combined(a: Choice, b: Choice, leaf: Leaf, name: str, *, either: bool) -> Choice:
+def combined(a: Choice, b: Choice, leaf: Leaf, selector: Any, *, either: bool) -> Choice:
     """What at least one of two masks freezes if ``either``, else what both do; an error unless these are rows."""
     if not leaf.inexact:
         return True  # it cannot train
@@ -21,9 +24,9 @@ def combined(a: Choice, b: Choice, leaf: Leaf, name: str, *, either: bool) -> Ch
         if first.axis == second.axis:
             operation = np.logical_or if either else np.logical_and
             return _rows(operation(*(~np.isin(np.arange(s.size), s.numbers) for s in (first, second))), first.axis)
-    what, got = f"{name}: two element masks for one leaf", f"{a!r} and {b!r}"
+    what, got = f"{selector!r}: two element masks for one leaf", f"{a!r} and {b!r}"
     expected = "one mask for a leaf, or static rows along one axis"
-    fix = "combine the masks as arrays: one fz.elements(a | b)"
+    fix = as_arrays(a, b, "|" if either else "&", leaf.shape)
     raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
 
 

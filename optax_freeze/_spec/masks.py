@@ -1,5 +1,6 @@
 """Which elements of one leaf are frozen: rows by their numbers, single elements by a boolean array."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
-from optax_freeze._spec.indexing import numbers_where
+from optax_freeze._spec.mask_operators import MaskOperators
+from optax_freeze._spec.row_numbers import bools_of, fix_for, named_twice, numbers_of, trainable_rows
 from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
 from optax_freeze._spec.tree import Leaf
 
 
-class _RowMask:
+class _RowMask(MaskOperators):
     """Rows along an axis, which are frozen; if ``inverted``, all others are."""
 
     axis: int
@@ -38,7 +40,7 @@ class _RowMask:
         self._refuse_outside(numbers, size, size - 1, leaf)
         ordered = sorted(number % size for number in numbers)
         if len(set(ordered)) < len(ordered):
-            raise _named_twice(leaf.path, list(numbers)[:8])
+            raise named_twice(leaf.path, list(numbers)[:8])
         return ordered
 
     def _refuse_outside(self, numbers: Sequence[int], size: int, last: int, leaf: Leaf) -> None:
@@ -59,10 +61,17 @@ class Rows(_RowMask):
     axis: int = 0
     inverted: bool = False
     allow_empty: bool = False
+    length: int | None = None  # of the vector of bools that named the rows
 
     def fit(self, leaf: Leaf) -> Selection:
         """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
         axis, size = self._axis_and_size(leaf)
+        if self.length not in (None, size):
+            what, got = "a vector of bools differs in length from its axis", f"{self.length} bools"
+            expected = f"{size}, the length of axis {self.axis} of shape {leaf.shape}"
+            same = [n for n, length in enumerate(leaf.shape or ()) if length == self.length]
+            fix = f"axis={same[0]}" if same else "give one bool for each row, or the numbers of the rows"
+            raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
         if isinstance(self.index, slice):
             return row_index(self, axis, size, self._runs_of_slice(self.index, size, leaf), self.inverted)
         numbers = self._ascending((self.index,) if isinstance(self.index, int) else self.index, size, leaf)
@@ -82,13 +91,15 @@ class Rows(_RowMask):
         return [(found[0], found[-1] + 1)] if found and found.step == 1 else [(n, n + 1) for n in found]
 
     def __repr__(self) -> str:
-        index = list(self.index) if isinstance(self.index, tuple) else self.index
+        index: Any = list(self.index) if isinstance(self.index, tuple) else self.index
+        if self.length is not None:
+            index = [n in {*index} for n in range(self.length)]
         options = f", axis={self.axis}" * (self.axis != 0) + ", allow_empty=True" * self.allow_empty
         return f"{'~' * self.inverted}fz.rows({index}{options})"
 
     def __hash__(self) -> int:
         index = repr(self.index) if isinstance(self.index, slice) else self.index  # Python 3.11 cannot hash a slice
-        return hash((index, self.axis, self.inverted))
+        return hash((index, self.axis, self.inverted, self.length))
 
 
 @functools.partial(
@@ -110,7 +121,7 @@ class DynamicRows(_RowMask):
         array, [named] = self.array, self.array.shape
         if named > size:
             got = f"{named} row numbers, for {size} rows along axis {self.axis} of shape {leaf.shape}"
-            raise _named_twice(leaf.path, got)
+            raise named_twice(leaf.path, got)
         count = named if self.inverted else size - named
         if count == 0:
             return FROZEN
@@ -119,7 +130,7 @@ class DynamicRows(_RowMask):
         if isinstance(array, jax.ShapeDtypeStruct):
             array = jax.ShapeDtypeStruct((count,), jnp.int32)
         elif not (self.ascending and self.inverted):
-            array = _trainable_rows(array, size, count, self.inverted)
+            array = trainable_rows(array, size, count, self.inverted)
         return DynamicRowIndex(array, axis, size, count, self.of_state)
 
     def __repr__(self) -> str:
@@ -131,7 +142,7 @@ class DynamicRows(_RowMask):
     jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["compact", "count", "of_state"]
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Elements:
+class Elements(MaskOperators):
     """Frozen elements as a boolean array, made by :func:`elements`."""
 
     array: Any
@@ -148,7 +159,12 @@ class Elements:
             if self.array.shape == () and not is_concrete(self.array):
                 what, got = "a bool in the spec is traced", "a traced boolean"
                 expected, fix = f"True or False, or a mask of shape {expected}", "create the bool outside jit, or use"
-            fix += " jnp.broadcast_to(mask, leaf.shape); for whole rows use fz.rows"
+            axis = next((n for n, size in enumerate(leaf.shape or ()) if self.array.shape == (size,)), None)
+            rows = f"for whole rows use fz.rows{f'(mask, axis={axis})' if axis else ''}"
+            if self._broadcasts(leaf.shape or ()):
+                fix += f" jnp.broadcast_to(mask, leaf.shape); {rows}"
+            else:
+                fix = rows if axis is not None else "compute it from the leaf: leaf < 0.1"
             raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
         if self.compact and self.count is None:
             what = "the elements of a compact mask cannot be counted"
@@ -156,6 +172,11 @@ class Elements:
             fix = "resolve it outside jit (tx.init, fz.spec_of), or leave compact=False"
             raise value_error(what, at=leaf.path, got="a traced array, or only a shape", expected=expected, fix=fix)
         return FROZEN if self.count == 0 else DenseMask(self.array, self.compact, self.count, self.of_state)
+
+    def _broadcasts(self, shape: tuple[int, ...]) -> bool:
+        with contextlib.suppress(ValueError):
+            return np.broadcast_shapes(self.array.shape, shape) == shape
+        return False
 
     def __invert__(self) -> "Elements":
         array = ~jnp.asarray(self.array)
@@ -181,16 +202,19 @@ def choice_of(selection: Selection) -> Choice:
 
 
 @overload
-def rows(index: slice | int | Sequence[int], axis: int = 0, *, allow_empty: bool = False) -> Rows: ...
+def rows(
+    index: slice | int | Sequence[int] | np.ndarray[Any, Any], axis: int = 0, *, allow_empty: bool = False
+) -> Rows: ...
 @overload
 def rows(index: jax.Array, axis: int = 0) -> DynamicRows: ...
 def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
     """Freezes rows of a leaf along one axis.
 
     Args:
-      index: the frozen rows: a slice, an int or a list of ints (static rows); negative numbers count from the end. Or a
-        JAX array of integers of shape (k,), which may be traced (dynamic rows): only k is static, the row numbers are
-        in the optimizer state, where :func:`optax_freeze.replace_masks` replaces them.
+      index: the frozen rows: a slice, an int or a list of ints (static rows); negative numbers count from the end. Or,
+        as in NumPy, a bool for each row of the axis, True where frozen: a list or an array with values (static, too).
+        Or a JAX array of integers of shape (k,), which may be traced (dynamic rows): only k is static, the row numbers
+        are in the optimizer state, where :func:`optax_freeze.replace_masks` replaces them.
       axis: the axis along which rows are counted; negative numbers count from the last.
       allow_empty: whether an open slice (``slice(n, None)``) may select no rows, as in a sweep over ``n``.
 
@@ -199,10 +223,10 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       mask of all rows of a leaf means True, of none False.
 
     Raises:
-      TypeError: if ``index`` or ``axis`` has another type.
-      ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, or if an open slice
-        selects no row: ``~fz.rows(slice(4, None))`` would freeze all of 4 rows. Traced numbers are not checked; one
-        that is out of range, or given again, selects no row.
+      TypeError: if ``index`` or ``axis`` has another type, or ``index`` is a traced array of bools.
+      ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, if there are more or
+        fewer bools than rows, or if an open slice selects no row: ``~fz.rows(slice(4, None))`` would freeze all of 4
+        rows. Traced numbers are not checked; one that is out of range, or given again, selects no row.
 
     Example:
       >>> import optax_freeze as fz
@@ -211,17 +235,22 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
       >>> trainable["embed"].values
       Array([[4., 5.]], dtype=float32)
     """
-    numbers = _numbers(index)
+    bools = bools_of(index)
+    numbers = numbers_of(index) if bools is None else tuple(np.flatnonzero(bools).tolist())
     if numbers is None or not is_int(axis):
         got = f"index={described(index)}, axis={described(axis)}"
-        expected = "a slice, an int, a list of ints or a JAX array of integers, of shape (k,); an int for the axis"
-        fix = "for a boolean array use fz.elements(array), for other numbers array.astype(int).ravel()"
-        raise type_error("fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=fix)
+        expected = (
+            "a slice, an int, a list of ints, a JAX array of integers of shape (k,) or a vector of bools with values"
+        )
+        raise type_error(
+            "fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=fix_for(index, axis)
+        )
     if isinstance(numbers, jax.Array):
         return DynamicRows(numbers, int(axis))
     if isinstance(numbers, tuple) and len(set(numbers)) < len(numbers):
-        raise _named_twice("fz.rows", list(numbers)[:8])
-    return Rows(numbers, int(axis), allow_empty=allow_empty)
+        raise named_twice("fz.rows", list(numbers)[:8])
+    length = None if bools is None else len(bools)
+    return Rows(numbers, int(axis), allow_empty=allow_empty, length=length)
 
 
 def elements(array: Any, *, compact: bool = False) -> Elements:
@@ -253,45 +282,3 @@ def elements(array: Any, *, compact: bool = False) -> Elements:
         raise type_error("fz.elements takes a boolean array", at="fz.elements", got=got, expected=expected, fix=fix)
     count = int(array.size - np.count_nonzero(np.asarray(array))) if compact and is_concrete(array) else None
     return Elements(array, compact, count)
-
-
-def _named_twice(at: str, got: Any) -> ValueError:
-    fix = "sorted(set(rows)), with negative numbers counted from the end"
-    return value_error("a row is named twice", at=at, got=got, expected="each row once", fix=fix)
-
-
-def _trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
-    """The numbers of ``count`` trainable rows, ascending, and concrete wherever ``named`` is.
-
-    If rows are named twice or out of range, the array ends with ``size``, which is not a row.
-    """
-    if not is_concrete(named):
-        return _traced_trainable_rows(named, size, count, inverted)
-    trains, named = np.full(size, not inverted), np.asarray(named).astype(int)
-    trains[named[named < size]] = inverted
-    numbers = np.append(np.flatnonzero(trains), np.full(count, size))[:count].astype(np.int32)
-    array = jnp.asarray(numbers)
-    return array if is_concrete(array) else numbers
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # traced once for all leaves that are alike
-def _traced_trainable_rows(named: Any, size: int, count: int, inverted: bool) -> jax.Array:
-    named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
-    trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
-    return numbers_where(trains, count).astype(jnp.int32)
-
-
-def _numbers(index: Any) -> int | tuple[int, ...] | slice | jax.Array | None:
-    """An index of Python ints, or a JAX array of integers; otherwise None."""
-    if isinstance(index, jax.Array):
-        return index if index.ndim == 1 and jnp.issubdtype(index.dtype, jnp.integer) else None
-    if is_int(index):
-        return int(index)
-    if isinstance(index, slice):
-        bounds = [index.start, index.stop, index.step]
-        if index.step == 0 or not all(bound is None or is_int(bound) for bound in bounds):
-            return None
-        return slice(*(None if bound is None else int(bound) for bound in bounds))
-    if isinstance(index, (Sequence, np.ndarray)) and all(map(is_int, index)):
-        return tuple(map(int, index))
-    return None

@@ -134,7 +134,7 @@ def merge_pretrained(
     walk = _tree.walk(params)
     own = dict(zip(walk.paths, walk.values, strict=True))
     fixed = {path for i, (path, value) in enumerate(own.items()) if i in walk.settings or not _is_parameter(value)}
-    given = _given(pretrained, rename, list(own), of_nnx=bool(walk.variables))
+    given = _given(pretrained, rename, list(own), wrapped=walk.wrapped)
     reasons = {i: reason for i, each in enumerate(given) if (reason := _misfit(each, own, fixed, dtype))}
     placed = {each.path: each for i, each in enumerate(given) if i not in reasons and each.path not in fixed}
     ignored = _ignored(ignore, given, reasons)
@@ -142,7 +142,7 @@ def merge_pretrained(
         left = [(given[i], reason) for i, reason in reasons.items() if i not in ignored]
         raise _unplaced(left, given, {path: value for path, value in own.items() if path not in placed})
     growth = {path: _growth(path, own[path], each.value) for path, each in placed.items()}
-    choices = tuple(_choice(growth[path]) if path in placed else False for path in own)
+    choices = tuple(_choice(growth[path], own[path]) if path in placed else False for path in own)
     spec = MergedSpec(tuple(own), choices)
     make_plan(params, spec, tied=tied)
 
@@ -167,11 +167,11 @@ def _is_parameter(value: Any) -> bool:
     return is_array(value) or is_scalar(value)
 
 
-def _given(pretrained: PyTree, rename: Mapping[str, str] | None, known: list[str], *, of_nnx: bool) -> list[_Given]:
+def _given(pretrained: PyTree, rename: Mapping[str, str] | None, known: list[str], *, wrapped: bool) -> list[_Given]:
     walk = _tree.walk(pretrained)
     names = [leaf.path for leaf in walk.leaves()]
-    suffix = "/value"  # Orbax stores an `nnx.State` as dicts with this key
-    if of_nnx and all(name.endswith(suffix) for name in names) and not any(name.endswith(suffix) for name in known):
+    suffix = "/value"  # Orbax stores an NNX variable, or a metadata box, as a dict with this key
+    if wrapped and not walk.wrapped and not any(name.endswith(suffix) for name in known):
         names = [name.removesuffix(suffix) for name in names]
     return list(map(_Given, names, renamed(names, rename, known), walk.values))
 
@@ -207,8 +207,12 @@ def _growth(path: str, mine: Any, value: Any) -> Grown | None:
     return Grown(path, axes[0], old[axes[0]], new[axes[0]])
 
 
-def _choice(longer: Grown | None) -> Choice:
-    return True if longer is None else rows(slice(0, longer.rows), longer.axis)
+def _choice(longer: Grown | None, mine: Any) -> Choice:
+    return (
+        True
+        if longer is None or not jnp.issubdtype(dtype_of(mine), jnp.inexact)
+        else rows(slice(0, longer.rows), longer.axis)
+    )
 
 
 def _ignored(ignore: Any, given: Sequence[_Given], reasons: Mapping[int, str]) -> set[int]:

@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from optax_freeze._errors import value_error
 
@@ -51,7 +51,8 @@ def _refuse_stars_within_a_segment(pattern: str) -> None:
     for segment in pattern.split("/"):
         if segment != "**" and "**" in re.sub(_CLASS, "", segment):
             at, expected = f"fz.path({pattern!r})", "'**' between slashes, or '*' within a segment"
-            fix = f"write {segment.replace('**', '*')!r}: a pattern matches everything below its match anyway"
+            written = "/".join(part if part == "**" else re.sub(r"\*+", "*", part) for part in pattern.split("/"))
+            fix = f"write {written!r}: a pattern matches everything below its match anyway"
             raise value_error("'**' stands for whole segments", at=at, got=repr(segment), expected=expected, fix=fix)
 
 
@@ -87,27 +88,74 @@ def no_match(pattern: str, paths: Sequence[str], *, is_regex: bool) -> ValueErro
         got, expected = "a single leaf, not a tree", "a tree of parameters"
         fix = "check the order of the arguments; if the parameters are not the first argument of the loss, pass argnums"
     elif is_regex:
-        fix = f"nearest paths: {nearest(pattern, paths)}; a regex must match the whole path: '.*/kernel'"
+        fix = _meant_by_regex(pattern, paths)
     else:
-        fix = _meant(pattern, paths) or f"nearest paths: {nearest(pattern, paths)}"
+        fix = _meant(pattern, paths) or f"nearest paths: {nearest(pattern, paths, literal)}"
     what = f"the pattern {pattern!r} matches no leaf"
     return value_error(what, at=repr(pattern), got=got, expected=expected, fix=fix)
 
 
-def nearest(pattern: str, paths: Sequence[str]) -> str:
+def nearest(pattern: str, paths: Sequence[str], written: Callable[[str], str] = str) -> str:
+    """The nearest paths, and paths above them, each as it is to be written."""
     above = {"/".join(p.split("/")[:n]) for p in paths for n in range(1, p.count("/") + 2)}
     near = difflib.get_close_matches(pattern.rstrip("/*"), sorted(above), n=3, cutoff=0.5)
-    return ", ".join(near or paths[:3]) or "none"
+    return ", ".join(map(written, near or paths[:3])) or "none"
+
+
+def literal(path: str) -> str:
+    """A glob that matches this path."""
+    return re.sub(r"[\[?]|\*", r"[\g<0>]", path)
 
 
 def _meant(pattern: str, paths: Sequence[str]) -> str | None:
-    """What to write for a glob that was meant literally or as a regular expression, if that matches a leaf."""
-    literal = pattern.replace("[", "[[]")
-    if literal != pattern and any(map(glob(literal).fullmatch, paths)):
-        return f"brackets match one of the characters in them; for a literal bracket write {literal!r}"
+    """What to write for a glob that matches a leaf literally, at any depth, in another case or as an expression."""
+    escaped = pattern.replace("[", "[[]")
+    if escaped != pattern and _matches(glob(escaped).pattern, paths):
+        return f"brackets match one of the characters in them; for a literal bracket write {escaped!r}"
+    at_any_depth = f"**/{pattern}"
+    if pattern and _matches(glob(at_any_depth).pattern, paths):
+        return f"a pattern begins at the root; at any depth write {at_any_depth!r}"
+    for each in (pattern, at_any_depth) if pattern else ():
+        if found := _matches(f"(?i:{glob(each).pattern})", paths):
+            tops = dict.fromkeys(_top(path, re.compile(f"(?is:{glob(each).pattern})")) for path in found)
+            return f"case differs: {_told(map(literal, tops))}"
     if re.search(r"\.[*+?]|[\\|()^$+{]", pattern):
         for expression in (pattern, f"{pattern}/.*"):
-            with contextlib.suppress(re.error):
-                if any(re.fullmatch(expression, path, re.DOTALL) for path in paths):
-                    return f"for a regular expression write fz.regex({expression!r})"
+            if _matches(expression, paths):
+                return f"for a regular expression write fz.regex({expression!r})"
     return None
+
+
+def _meant_by_regex(pattern: str, paths: Sequence[str]) -> str:
+    """What to write for an expression that matches no whole path."""
+    with contextlib.suppress(ValueError):
+        if re.search(r"[*?]", pattern) and _matches(glob(pattern).pattern, paths):
+            return f"for a glob write fz.path({pattern!r})"
+    for expression in (f".*/{pattern}", f"{pattern}/.*", f".*/{pattern}/.*", f".*(?:{pattern}).*"):
+        if _matches(expression, paths):
+            near = ", ".join(difflib.get_close_matches(pattern, paths, n=3, cutoff=0.5)) or paths[0]
+            return f"nearest paths: {near}; a regex must match the whole path: {expression!r}"
+    for expression in (f"(?i){pattern}", f"(?i).*(?:{pattern}).*"):
+        if found := _matches(expression, paths):
+            return f"case differs: {_told(found)}; ignore it by {expression!r}"
+    near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.5) or paths[:3]
+    return f"nearest paths: {', '.join(path if _matches(path, [path]) else re.escape(path) for path in near)}"
+
+
+def _matches(expression: str, paths: Sequence[str]) -> list[str]:
+    """The paths that an expression matches; none if it is not one."""
+    with contextlib.suppress(re.error):
+        matches = re.compile(expression, re.DOTALL).fullmatch
+        return [path for path in paths if matches(path)]
+    return []
+
+
+def _top(path: str, expression: re.Pattern[str]) -> str:
+    """The shortest beginning of a path, in whole segments, that an expression matches."""
+    segments = path.split("/")
+    return next(top for n in range(1, len(segments) + 1) if expression.fullmatch(top := "/".join(segments[:n])))
+
+
+def _told(paths: Iterable[str]) -> str:
+    first, *others = paths
+    return ", ".join([first, *others[:2]]) + f" and {len(others) - 2} more" * (len(others) > 2)

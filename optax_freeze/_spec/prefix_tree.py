@@ -1,6 +1,7 @@
 """Specs in the form of an Optax mask: a tree of bools and element masks, or a function that returns one."""
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,14 +11,17 @@ import optax
 
 from optax_freeze._errors import described, is_array, is_bool, is_concrete, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, elements
+from optax_freeze._spec.masks import ElementMask, Rows, elements
+from optax_freeze._spec.patterns import literal
 from optax_freeze._spec.selector_algebra import Choice, Selector, ask_without_values
 from optax_freeze._spec.selectors import as_choice
 from optax_freeze._spec.tree import Leaf, PyTree
 
+_WRITTEN = 8  # at most this many rules are written out in an error
+
 
 def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
-    """One choice per leaf of ``params``, from a tree of its structure or a prefix of it."""
+    """One choice per leaf of ``params``, from a tree of its structure or a prefix of it; one object for each entry."""
     choices, treedef = _tree.flatten(prefix, _is_choice)
     try:
         subtrees = treedef.flatten_up_to(params)
@@ -33,7 +37,7 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
         elif is_array(subtree) and subtree.shape == () and is_concrete(choice) and is_bool(choice):
             answers.append(elements(choice))  # an element mask, so that `replace_masks` can replace it
         else:
-            answers += [as_choice(choice, at)] * len(_tree.flatten(subtree)[0])
+            answers += [copy.copy(as_choice(choice, at))] * len(_tree.flatten(subtree)[0])
     return answers
 
 
@@ -116,6 +120,8 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
         fix = "an optimizer is not a spec; to wrap it, use fz.freeze(optimizer, frozen)"
     elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
         fix = "combine patterns and selectors with |: fz.path('a') | fz.where(fn)"
+    elif not loose and _has_a_mapping_for_another(prefix, params):
+        fix = f"name the leaves by their paths: {_as_rules(prefix, covers)}"
     elif bare and isinstance(prefix, Mapping) and any(not isinstance(choice, Mapping) for choice in prefix.values()):
         fix = "to give only some of the paths, use patterns: fz.rules({'encoder/**': True}), or just 'encoder/**'"
     elif not covers:
@@ -123,6 +129,23 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     expected = f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})"
     at = [*bare, *loose, ""][0]
     return value_error("`frozen` does not fit the parameters", at=at, got=got, expected=expected, fix=fix)
+
+
+def _has_a_mapping_for_another(prefix: PyTree, params: PyTree) -> bool:
+    """Whether a prefix has a mapping in the place of another container: a module, a dataclass, a list."""
+    if not isinstance(prefix, Mapping) or jax.tree_util.all_leaves([params], _tree.is_leaf):
+        return False
+    if not isinstance(params, Mapping):
+        return True
+    return any(_has_a_mapping_for_another(child, params[key]) for key, child in prefix.items() if key in params)
+
+
+def _as_rules(prefix: PyTree, paths: Sequence[str]) -> str:
+    choices = [bool(each) if is_bool(each) else each for each in _tree.flatten(prefix, _is_choice)[0]]
+    if len(paths) > _WRITTEN or not all(isinstance(each, bool | Rows) for each in choices):
+        return f"fz.rules({{{literal(paths[0])!r}: ..., ...}})"
+    pairs = (f"{literal(path)!r}: {choice!r}" for path, choice in zip(paths, choices, strict=True))
+    return f"fz.rules({{{', '.join(pairs)}}})"
 
 
 def is_above(prefix: str, path: str) -> bool:

@@ -1,5 +1,6 @@
 """Resolves a spec of any form into a plan: :func:`make_plan`, which all functions of the library call."""
 
+import collections
 import dataclasses
 import functools
 import sys
@@ -19,6 +20,7 @@ from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
 from optax_freeze._spec.tied_leaves import refuse_tied
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Walk
+from optax_freeze._spec.untrainable import refuse_untrainable
 
 
 class DataclassTree(Protocol):
@@ -63,7 +65,8 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
     Raises:
       ValueError: if a pattern matches nothing, a rule is shadowed, a tree or an element mask does not fit, a tree holds
-        anything but bools and element masks, or two leaves have the same path.
+        anything but bools and element masks, two leaves have the same path, or an element mask that lets elements train
+        covers only leaves that cannot train.
       TypeError: if a function of the spec takes paths, returns one bool or looks at values, or if a leaf is an object
         that holds an array (a Keras variable).
 
@@ -80,9 +83,11 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 class FreezeWarning(UserWarning):
     """The warning that patterns, a selector or a function freeze nothing or everything.
 
-    It is emitted by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and
-    :func:`optax_freeze.masked_zero_updates`, and, if nothing is frozen, by ``freeze``, ``Frozen`` and ``trainable`` of
-    ``optax_freeze.nnx``; not for parameters with ``optax.MaskedNode()``.
+    It is emitted by :func:`optax_freeze.partition`, and by the ``init`` of :func:`optax_freeze.freeze` and
+    :func:`optax_freeze.masked_zero_updates`. If nothing is frozen, it is also emitted by
+    :func:`optax_freeze.assert_frozen`, :func:`optax_freeze.fingerprint`, :func:`optax_freeze.audit` and
+    :func:`optax_freeze.audit_step`, and by ``freeze``, ``Frozen`` and ``trainable`` of ``optax_freeze.nnx``. Not for
+    bools, trees and :func:`optax_freeze.spec_of`, nor for parameters with ``optax.MaskedNode()``.
 
     Example:
       >>> import warnings, optax_freeze as fz
@@ -99,7 +104,13 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
     refuse_unknown_choice(tied, ("error", "ignore"), at="tied")
     walk = _tree.walk(params)
     leaves = walk.leaves() if leaves is None else leaves
-    return plan_of_choices(walk, leaves, choose(frozen, params, leaves) if leaves else [], tied)
+    choices = choose(frozen, params, leaves) if leaves else []
+    covered: dict[int, list[int]] = collections.defaultdict(list)  # the leaves of each entry of the spec
+    for i, choice in enumerate(choices):
+        covered[id(choice)].append(i)
+    for numbers in covered.values():
+        refuse_untrainable(choices[numbers[0]], [leaves[i] for i in numbers])
+    return plan_of_choices(walk, leaves, choices, tied)
 
 
 def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice], tied: Tied) -> Plan:
@@ -122,17 +133,27 @@ def _fit(choice: Choice, leaf: Leaf) -> Selection:
     return choice.fit(leaf)
 
 
-def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int) -> None:
-    """Emits a :class:`FreezeWarning`; bools and trees are explicit."""
+def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, or_everything: bool = True, stacklevel: int) -> None:
+    """Emits a :class:`FreezeWarning` if nothing is frozen, or everything; bools and trees are explicit."""
     decides = (is_selector(frozen) or _is_function(frozen, params)) and not isinstance(frozen, ResolvedSpec)
     extent = plan.extent(params) if decides else None
-    if extent is not None:
+    if extent == "nothing" or (extent == "everything" and or_everything):
         inexact = sum(leaf.inexact for leaf in plan.leaves)
         got = f"{described(frozen)}: {inexact if extent == 'everything' else 0} of {inexact} leaves are frozen"
-        expected = "some frozen and some trainable leaves"
+        expected = "some frozen and some trainable leaves" if or_everything else "at least one frozen leaf"
         fix = f"correct the spec, or pass {extent == 'everything'} if this is intended"
         text = message(f"the spec freezes {extent}", at="frozen", got=got, expected=expected, fix=fix)
         warnings.warn(text, FreezeWarning, stacklevel=stacklevel + 1)
+
+
+def warn_of_no_proof(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int) -> None:
+    """Emits a :class:`FreezeWarning` if a spec gives a check nothing to compare, not even an integer."""
+    if plan.extent(params) == "nothing":
+        leaves = _tree.leaves(params)
+        if all(
+            choice is False or leaf.inexact for choice, leaf in zip(choose(frozen, params, leaves), leaves, strict=True)
+        ):
+            warn_of_extent(plan, params, frozen, or_everything=False, stacklevel=stacklevel + 1)
 
 
 def register_with_flax(static: type = Plan) -> None:
@@ -149,7 +170,7 @@ def register_with_flax(static: type = Plan) -> None:
 
 
 def choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]:
-    """One choice per leaf, before leaves that cannot train are frozen."""
+    """One choice per leaf, before leaves that cannot train are frozen; a mask is one object for each entry."""
     if isinstance(frozen, (bool, np.bool_)):
         return [bool(frozen)] * len(leaves)
     if is_selector(frozen):

@@ -3,7 +3,9 @@
 They are pytrees whose leaves are the arrays of element masks: a spec can be an argument of a jitted function.
 """
 
+import copy
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from optax_freeze._errors import counted, described, in_one_line, type_error, va
 from optax_freeze._spec import patterns as _glob
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.combined_masks import combined
-from optax_freeze._spec.masks import Choice, DynamicRows, Elements
+from optax_freeze._spec.masks import Choice, DynamicRows, ElementMask, Elements
 from optax_freeze._spec.tree import Leaf, VariableLeaf
 
 
@@ -32,16 +34,16 @@ class Selector:
         raise NotImplementedError
 
     def __or__(self, other: "Selectable") -> "Selector":
-        return Or(self, as_selector(other, "|"))
+        return Or.of(self, as_selector(other, "|"))
 
     def __ror__(self, other: "Selectable") -> "Selector":
-        return Or(as_selector(other, "|"), self)
+        return Or.of(as_selector(other, "|"), self)
 
     def __and__(self, other: "Selectable") -> "Selector":
-        return And(self, as_selector(other, "&"))
+        return And.of(self, as_selector(other, "&"))
 
     def __rand__(self, other: "Selectable") -> "Selector":
-        return And(as_selector(other, "&"), self)
+        return And.of(as_selector(other, "&"), self)
 
     def __invert__(self) -> "Selector":
         return Not(self)
@@ -145,35 +147,51 @@ class NnxFilter(Selector):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Binary(Selector):
-    left: Selector
-    right: Selector
+class _Joined(Selector):
+    """Selectors that are joined by one operator, in a tuple: nested pairs would exceed Python's stack.
+
+    Parentheses around operands on the right are kept, but none within them.
+    """
+
+    operands: tuple[Selector, ...]
     symbol: ClassVar[str]
-    winner: ClassVar[bool]  # the choice for a leaf that is made if either operand makes it
+    winner: ClassVar[bool]  # the choice for a leaf that is made if any operand makes it
+
+    @classmethod
+    def of(cls, left: Selector, right: Selector) -> Selector:
+        if isinstance(right, cls):
+            right = cls(tuple(itertools.chain.from_iterable(map(cls._operands, right.operands))))
+        return cls((*cls._operands(left), right))
+
+    @classmethod
+    def _operands(cls, selector: Selector) -> tuple[Selector, ...]:
+        return selector.operands if isinstance(selector, cls) else (selector,)
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        pairs = zip(self.left.select(leaves), self.right.select(leaves), leaves, strict=True)
-        return [self._combine(a, b, leaf) for a, b, leaf in pairs]
+        choices = [each.select(leaves) for each in self.operands]
+        return [
+            functools.reduce(functools.partial(self._combine, leaf), found)
+            for leaf, found in zip(leaves, zip(*choices, strict=True), strict=True)
+        ]
 
-    def _combine(self, a: Choice, b: Choice, leaf: Leaf) -> Choice:
+    def _combine(self, leaf: Leaf, a: Choice, b: Choice) -> Choice:
         if a is self.winner or b is (not self.winner):
             return a
         if b is self.winner or a is (not self.winner):
             return b
-        return combined(a, b, leaf, repr(self), either=self.winner)
+        return combined(a, b, leaf, self, either=self.winner)
 
     def __repr__(self) -> str:
-        left = repr(self.left) if type(self.left) is type(self) else _operand(self.left)
-        return f"{left} {self.symbol} {_operand(self.right)}"
+        return f" {self.symbol} ".join(map(_operand, self.operands))
 
 
 @jax.tree_util.register_dataclass
-class Or(_Binary):
+class Or(_Joined):
     symbol, winner = "|", True
 
 
 @jax.tree_util.register_dataclass
-class And(_Binary):
+class And(_Joined):
     symbol, winner = "&", False
 
 
@@ -184,7 +202,9 @@ class Not(Selector):
     is_all_except: bool = dataclasses.field(default=False, compare=False, metadata={"static": True})
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        return [not c if isinstance(c, bool) else ~c for c in self.operand.select(leaves)]
+        choices = self.operand.select(leaves)
+        inverted = {id(c): not c if isinstance(c, bool) else ~c for c in choices}
+        return [inverted[id(c)] for c in choices]
 
     def __invert__(self) -> Selector:
         return self.operand
@@ -217,7 +237,8 @@ class Rules(Selector):
     choices: Choices  # one for each selector, and the default
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        return [self.choices[-1 if n is None else n] for n in first_match(self.selectors, leaves)]
+        choices = list(map(copy.copy, self.choices))  # one object for each rule
+        return [choices[-1 if n is None else n] for n in first_match(self.selectors, leaves)]
 
     def __repr__(self) -> str:
         *choices, default = self.choices
@@ -244,7 +265,7 @@ class ResolvedSpec(Selector):
 
 
 def _operand(selector: Selector) -> str:
-    return f"({selector!r})" if isinstance(selector, _Binary) else repr(selector)
+    return f"({selector!r})" if isinstance(selector, _Joined) else repr(selector)
 
 
 def as_selector(value: Any, name: str) -> Selector:
@@ -259,7 +280,10 @@ def as_selector(value: Any, name: str) -> Selector:
         return Path(tuple(value))
     what = f"{name}: neither a pattern nor a selector"
     at, expected = described(value), "a glob pattern or fz.path / all_except / regex / where"
-    raise type_error(what, at=at, got=type(value).__name__, expected=expected, fix="wrap a function in fz.where(...)")
+    fix = "wrap a function in fz.where(...)"
+    if isinstance(value, ElementMask):
+        fix = f"say for which leaves: fz.rules({{pattern: {value!r}}})"
+    raise type_error(what, at=at, got=type(value).__name__, expected=expected, fix=fix)
 
 
 def is_selector(value: Any) -> bool:

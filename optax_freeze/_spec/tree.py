@@ -228,13 +228,15 @@ class Walk(NamedTuple):
     """The path and the value of each leaf and ``MaskedNode`` of a tree, in order, and the treedef.
 
     ``variables`` has for each leaf the key path and the NNX variable, or the leaf itself; it is empty if there are
-    none. Paths omit the ``value`` segment of a variable. ``settings`` are the positions of numbers without a gradient.
+    none. ``wrapped`` says whether there are NNX variables or metadata boxes of Linen, whose segment (``value``) paths
+    omit. ``settings`` are the positions of numbers without a gradient.
     """
 
     paths: list[str]
     values: list[Any]
     treedef: Any
     variables: list[tuple[Any, Any]]
+    wrapped: bool = False
     settings: frozenset[int] = frozenset()
 
     def leaves(self) -> list[Leaf]:
@@ -257,18 +259,39 @@ class Walk(NamedTuple):
 
 def walk(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> Walk:
     """The paths, leaves and ``MaskedNode`` of a tree."""
+    kinds, wrappers = _wrapper_types(), []
+
+    def stops(node: Any) -> bool:
+        if isinstance(node, kinds):
+            wrappers.append(node)
+        return is_leaf(node)
+
     with _refuse_unsortable(tree):
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops if kinds else is_leaf)
     paths, values, variables = [keystr(key) for key, _ in pairs], [value for _, value in pairs], []
-    if "flax.nnx" in sys.modules and any("value" in path for path in paths) and any(_VALUE in key for key, _ in pairs):
-        nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: is_variable(node) or is_leaf(node))
-        found = {key: node for key, node in nodes if is_variable(node)}
-        for i, (key, value) in enumerate(pairs if found else ()):
-            n = next((n for n in reversed(range(len(key))) if key[:n] in found), None)
-            if n is not None:
-                paths[i] = keystr((*key[:n], *key[n + 1 :]))
+    if wrappers:
+        found = dict(_wrappers(tree, is_leaf))
+        for i, (key, value) in enumerate(pairs):
+            around = [n for n in range(len(key)) if key[:n] in found]
+            paths[i] = keystr([entry for n, entry in enumerate(key) if n not in around])
+            n = next((n for n in around if is_variable(found[key[:n]])), None)
             variables.append((key, value) if n is None else (key[:n], found[key[:n]]))
-    return Walk(paths, values, treedef, variables, _settings(tree, values))
+    of_nnx = any(map(is_variable, wrappers))
+    return Walk(paths, values, treedef, variables if of_nnx else [], len(wrappers) > 0, _settings(tree, values))
+
+
+def _wrappers(
+    tree: PyTree, is_leaf: Callable[[Any], bool], above: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The key path of each NNX variable and metadata box with one child, whose own key is not in a path."""
+    for key, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_wrapper(x) or is_leaf(x)):
+        if is_wrapper(node):
+            here = (*above, *key)
+            children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x, node=node: x is not node)
+            if len(children) == 1:
+                yield here, node
+            for [entry], child in children:
+                yield from _wrappers(child, is_leaf, (*here, entry))
 
 
 def _settings(tree: PyTree, values: Sequence[Any]) -> frozenset[int]:
@@ -304,8 +327,6 @@ _NAME: dict[type, str] = {
     jax.tree_util.FlattenedIndexKey: "key",
 }
 
-_VALUE = jax.tree_util.GetAttrKey("value")  # the key of the array in an NNX variable
-
 
 def leaves(tree: PyTree) -> list[Leaf]:
     return walk(tree).leaves()
@@ -324,11 +345,12 @@ def _describe(path: str, value: Any) -> Leaf:
     return Leaf(path, tuple(value.shape), value.dtype, (), value.index if isinstance(value, Part) else None)
 
 
-def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str) -> None:
+def refuse_other_structure(tree: PyTree, like: PyTree, name: str, fix: str, *, boxes_are_values: bool = False) -> None:
     """Raises a ``ValueError`` that names the first path at which two trees differ; NNX variables equal their values."""
     got, expected = walk(tree), walk(like)
     refuse_other_paths(got.paths, expected.paths, name, fix)
-    if not got.variables and not expected.variables:
+    wrapped = [each.wrapped if boxes_are_values else each.variables for each in (got, expected)]
+    if not any(wrapped):
         what = f"{name}: the same paths in different containers"
         at = got.paths[0] if got.paths else ""
         raise value_error(what, at=at, got=str(got.treedef)[:200], expected=str(expected.treedef)[:200], fix=fix)
@@ -352,6 +374,17 @@ def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, f
 def is_variable(node: Any) -> bool:
     """Whether ``node`` is an NNX variable, found without importing Flax."""
     return isinstance(node, getattr(sys.modules.get("flax.nnx"), "Variable", ()))
+
+
+def is_wrapper(node: Any) -> bool:
+    """Whether ``node`` is an NNX variable or a metadata box of Linen (``nn.Partitioned``), found as above."""
+    return isinstance(node, _wrapper_types())
+
+
+def _wrapper_types() -> tuple[type, ...]:
+    names = (("flax.nnx", "Variable"), ("flax.core.meta", "AxisMetadata"))
+    found = (getattr(sys.modules.get(module), name, None) for module, name in names)
+    return tuple(kind for kind in found if kind is not None)
 
 
 def nnx_filter(value: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from optax_freeze._errors import is_array, message, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.module_parameters import parameters_of_modules, plan_of_parameters
-from optax_freeze._spec.resolve import Spec
+from optax_freeze._spec.resolve import Spec, warn_of_no_proof
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.selector_algebra import Selector
 from optax_freeze._spec.tree import PyTree
@@ -34,11 +34,12 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
     Args:
       before: the parameters before training; any pytree of JAX or NumPy arrays. If they are donated, keep a copy
         (``jax.tree.map(jnp.copy, params)``), or compare a :func:`optax_freeze.fingerprint` instead.
-      after: the parameters now, with the same structure.
+      after: the parameters now, with the same structure; Linen's metadata boxes may be there or not.
       frozen: the spec of the frozen parameters, in any form.
 
     Returns:
-      None.
+      None. Emits a :class:`optax_freeze.FreezeWarning` if patterns, a selector or a function freeze nothing, so that
+      nothing was compared.
 
     Raises:
       AssertionError: if a frozen element changed, or a frozen leaf has another shape, dtype or type. The message lists
@@ -65,9 +66,11 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         fix = "compare one tree before and after: the parameters, not gradients or a state"
         if isinstance(before, (bool, str, Selector)):
             fix = "the spec comes last: fz.assert_frozen(before, after, frozen)"
-        _tree.refuse_other_structure(after, before, "after", fix)
+        _tree.refuse_other_structure(after, before, "after", fix, boxes_are_values=True)
     whole = [new if _tree.is_masked_node(old) else old for old, new in zip(olds, news, strict=True)]
-    plan = plan_of_parameters(jax.tree.unflatten(treedef, whole), frozen, of=given)
+    parameters = jax.tree.unflatten(treedef, whole)
+    plan = plan_of_parameters(parameters, frozen, of=given)
+    warn_of_no_proof(plan, parameters, parameters_of_modules(frozen), stacklevel=2)
     olds = frozen_leaves(plan, olds, "before", traced=False)
     news = frozen_leaves(plan, news, "after", traced=False)
     missing = sorted(olds.keys() ^ news.keys())

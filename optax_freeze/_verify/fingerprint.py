@@ -12,7 +12,7 @@ from optax_freeze._errors import is_array
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.module_parameters import parameters_of_modules, plan_of_parameters
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Spec
+from optax_freeze._spec.resolve import Spec, warn_of_no_proof
 from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import bits as _bits
@@ -46,6 +46,7 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
 
     Returns:
       A ``uint32`` array of shape ``(4,)``; zeros if nothing is frozen. Compare all four values: ``(a == b).all()``.
+      Emits a :class:`optax_freeze.FreezeWarning` if patterns, a selector or a function freeze nothing.
 
     Raises:
       ValueError: if the spec does not fit, or an array was donated.
@@ -62,7 +63,9 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
       True
     """
     parameters = parameters_of_modules(params)
-    found = digests(parameters, plan_of_parameters(parameters, frozen, of=params)).values()
+    plan = plan_of_parameters(parameters, frozen, of=params)
+    warn_of_no_proof(plan, parameters, parameters_of_modules(frozen), stacklevel=2)
+    found = digests(parameters, plan).values()
     if any(isinstance(digest[0], Tracer) for digest in found):
         return jnp.stack([functools.reduce(jnp.add, lane) for lane in zip(*found, strict=True)])
     # On the host, since leaves may be on different devices.

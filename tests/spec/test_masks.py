@@ -173,7 +173,7 @@ class TestRows:
             fz.resolve({"w": jnp.ones(())}, {"w": rows})
 
     def test_wrong_arguments(self):
-        arrays = (np.ones((2, 2), bool), jnp.array([True]), jnp.array(1), jnp.array([[1]]))
+        arrays = (np.ones((2, 2), bool), jnp.array(True), jnp.array(1), jnp.array([[1]]))
         for index in ("0", True, 1.0, [0.5], slice(0, 1.5), slice(0, 2, 0), *arrays):
             with pytest.raises(TypeError, match="row numbers"):
                 fz.rows(index)  # pyright: ignore
@@ -214,6 +214,48 @@ class TestRows:
                 np.testing.assert_array_equal(where(spec), combine(where({"w": a}), where({"w": b})), repr(spec))
                 assert fz.resolve(leaf, fz.resolve(leaf, spec)) == fz.resolve(leaf, spec)
 
+    def test_a_vector_of_bools(self):
+        """``True`` names a row, as in NumPy."""
+        params, bools = {"w": jnp.ones((4, 3))}, np.array([True, False, True, True])
+        for given in (bools, jnp.asarray(bools), list(bools), bools.tolist(), tuple(bools.tolist())):
+            rows = fz.rows(given)
+            assert rows == fz.rows(bools) != fz.rows([0, 2, 3])
+            assert fz.partition(params, {"w": rows})[0]["w"].index.numbers.tolist() == [1]
+            assert (
+                fz.partition(params, {"w": ~rows})[0]["w"].index
+                == fz.partition(params, {"w": fz.rows(1)})[0]["w"].index
+            )
+        assert fz.rows([True, False]) != fz.rows([1, 0])
+        assert eval(repr(~fz.rows(bools, axis=-2))) == ~fz.rows(bools, axis=-2)
+        assert fz.resolve(params, {"w": fz.rows(np.ones(4, bool))}) == {"w": True}
+        both = fz.rules({"w": fz.rows(bools)}) | fz.rules({"w": fz.rows(1)})
+        assert fz.resolve(params, both) == {"w": True}
+        with pytest.raises(ValueError, match=r"got: 0 bools\n  expected: 4, "):
+            fz.resolve(params, {"w": fz.rows(bools[:0])})
+        with pytest.raises(
+            ValueError, match=r"at: w\n  got: 4 bools\n  expected: 3, the length of axis 1.*\n  fix: axis=0"
+        ):
+            fz.resolve(params, {"w": fz.rows(bools, axis=1)})
+        with pytest.raises(ValueError, match=r"fix: for whole rows use fz.rows\Z"):
+            fz.resolve(params, {"w": fz.elements(bools)})
+        with pytest.raises(ValueError, match=r"for whole rows use fz.rows\(mask, axis=1\)"):
+            fz.resolve(params, {"w": fz.elements(bools[:3])})
+
+    def test_the_fix_for_masks_that_do_not_combine(self):
+        leaf = jnp.ones((5, 4, 3))
+        masks = fz.rows(0), ~fz.rows([1, -1], axis=-2), fz.rows(slice(None, None, 2), axis=2), fz.rows([3])
+        where = lambda spec: np.broadcast_to(make_plan(leaf, spec).selections[0].frozen(3), leaf.shape)  # noqa: E731
+        for (a, b), join in itertools.product(itertools.product(masks, masks), (operator.or_, operator.and_)):
+            for call in (lambda: join(a, b), lambda: fz.resolve(leaf, join(fz.rules({"**": a}), fz.rules({"**": b})))):  # noqa: B023
+                try:
+                    found = call()
+                except (TypeError, ValueError) as error:
+                    *code, spec = str(error).partition("fix: ")[2].removeprefix("combine them as arrays: ").split("; ")
+                    names = {"np": np, "fz": fz, "leaf": leaf, "pattern": "**"}
+                    exec("\n".join(code), names)
+                    found = eval(spec, names)
+                np.testing.assert_array_equal(where(found), join(where(a), where(b)))
+
     def test_masks_that_do_not_combine(self):
         params = {"a": jnp.ones((4, 2)), "steps": jnp.arange(4)}
         first = fz.rules({"a": fz.rows(0), "steps": fz.rows(0)})
@@ -227,6 +269,42 @@ class TestRows:
                     fz.resolve(params, spec)
         with pytest.raises(ValueError, match=r"out of range\n  at: a"):
             fz.resolve(params, first & fz.rules({"a": fz.rows(4)}))
+
+    @pytest.mark.parametrize("form", ["a tree", "a prefix", "a function", "rules", "a default", "not rules"])
+    def test_a_mask_of_leaves_that_cannot_train(self, form):
+        """It asks to train what cannot, unless it covers a leaf that can, or a hole in its place, too."""
+        at_0 = np.arange(3)[:, None] == np.zeros(2)
+        params = {"a": {"q": jnp.ones((3, 2), jnp.int8), "flags": np.ones((3, 2), bool)}, "w": jnp.ones((3, 2))}
+        shared = fz.rows([0])
+        for mask in (
+            shared,
+            ~fz.rows(1),
+            fz.rows(jnp.array([0])),
+            at_0,
+            ~fz.elements(at_0),
+            fz.elements(at_0, compact=True),
+        ):
+            spec = {
+                "a tree": {"a": {"q": mask, "flags": True}, "w": mask},
+                "a prefix": {"a": mask, "w": mask},
+                "a function": lambda params, mask=mask: {"a": mask, "w": False},
+                "rules": fz.rules({"a/q": mask, "w": mask}),
+                "a default": fz.rules({"w": False}, default=mask),
+                "not rules": ~fz.rules({"a": mask, "w": mask}),
+            }[form]
+            with pytest.raises(ValueError, match=r"cannot train\n  at: a/.*\n  got: (int8|bool) of shape \(3, 2\)"):
+                fz.resolve(params, spec)
+        with pytest.raises(ValueError, match="cannot train"):
+            fz.freeze_when(optax.sgd(0.1), {"a": (shared, False)}).init(params)
+        assert fz.resolve(params, shared) == {"a": {"q": True, "flags": True}, "w": shared}
+        assert fz.resolve(params, fz.rules({"**": shared}))["w"] == shared
+        everything = {"a": fz.rows(slice(None)), "w": np.zeros((3, 2), bool)}
+        assert fz.resolve(params, everything)["a"] == {"q": True, "flags": True}
+        holes = {"a": {"q": params["a"]["q"], "flags": optax.MaskedNode()}, "w": params["w"]}
+        assert fz.resolve(holes, {"a": shared, "w": False})["a"]["q"] is True
+        grown = {"a": np.ones((2, 2), np.int8)}, {"a": np.ones((3, 2), np.int8)}
+        merged, frozen, _ = fz.merge_pretrained(grown[1], grown[0])
+        assert fz.resolve(merged, frozen) == {"a": True}
 
     @pytest.mark.parametrize("name", SAME_ROWS)
     def test_the_same_rows_however_they_are_named(self, name):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.core
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,6 +253,55 @@ USES = {
 }
 
 
+@flax.struct.dataclass
+class Body:
+    enc: Any
+    head: Any
+
+
+class TestMappingsForOtherContainers:
+    @pytest.mark.parametrize("make", [Body, Pair, lambda *layers: [*layers]])
+    def test_the_error_says_what_to_write(self, make):
+        params = make({"k[0]": jnp.ones(2), "b": jnp.ones(2)}, jnp.ones(2))
+        [_, _, last] = paths = _tree.paths(params)
+        spec = {last.partition("/")[0]: False, paths[0].partition("/")[0]: {"k[0]": fz.rows(0), "b": True}}
+        for above, tree, frozen in (("", params, spec), ("m/", {"m": params}, {"m": spec})):
+            with pytest.raises(ValueError, match="does not fit") as caught:
+                fz.resolve(tree, frozen)
+            fix = str(caught.value).partition("fix: name the leaves by their paths: ")[2]
+            found = make_plan(tree, eval(fix, {"fz": fz}))
+            assert [leaf.path for leaf in found.leaves] == [above + path for path in paths]
+            assert found.selections[0].is_frozen
+            assert found.selections[1].count == 1
+        with pytest.raises(
+            ValueError, match=r"fix: name the leaves by their paths: fz.rules\(\{'\w+': \.\.\., \.\.\.\}\)"
+        ):
+            fz.resolve(params, {key: np.ones(2, bool) for key in spec})
+
+    @pytest.mark.parametrize("container", [flax.core.freeze, nnx.State])
+    def test_labels_and_masks_of_an_optimizer(self, container):
+        params, groups = container({"a": jnp.ones(2), "b": jnp.ones(2)}), {"a": "slow", "b": "fast"}
+        transforms = {"slow": optax.sgd(0.1), "fast": optax.sgd(0.2)}
+        mask = {"a": True, "b": False}
+        for wrap in (lambda tx: fz.freeze(tx, "b"), lambda tx: fz.freeze_when(tx, {"b": False})):
+            for tx in (optax.multi_transform(transforms, groups), optax.masked(optax.sgd(0.1), mask)):
+                with pytest.raises(ValueError, match="different types") as caught:
+                    wrap(tx).init(params)
+                assert "fz.labels_by_path({path: label})" in caught.value.__notes__[0]
+            labelled = optax.multi_transform(transforms, fz.labels_by_path(groups))
+            for tx in (labelled, optax.masked(optax.sgd(0.1), lambda params: fz.resolve(params, mask))):
+                updates, _ = wrap(tx).update(params, wrap(tx).init(params), params)
+                assert updates["a"][0] == -0.1
+
+
+PROOFS = {
+    "assert_frozen": lambda params, spec: fz.assert_frozen(params, params, spec),
+    "fingerprint": lambda params, spec: fz.fingerprint(params, spec),
+    "audit": lambda params, spec: fz.audit(params, spec, fz.freeze(optax.sgd(1.0), True), steps=1),
+    "audit_step": lambda params, spec: fz.audit_step(lambda state: state, [params], params="0", frozen=spec, steps=1),
+}
+
+
 class TestFreezeWarning:
     @pytest.mark.parametrize(
         ("spec", "extent", "uses"),
@@ -300,9 +350,33 @@ class TestFreezeWarning:
 
     def test_where_nothing_is_trained_there_is_none(self, other):
         for spec in ("**", fz.where(nothing_or_all)):
-            for use in (fz.resolve, fz.summary, fz.fingerprint, lambda params, spec: fz.labels(spec)(params)):
+            for use in (fz.resolve, fz.summary, lambda params, spec: fz.labels(spec)(params)):
                 use(other, spec)
-            fz.assert_frozen(other, other, spec)
+        for proof in ("assert_frozen", "fingerprint"):
+            PROOFS[proof](other, "**")
+
+    @pytest.mark.parametrize("proof", ["assert_frozen", "fingerprint", "audit", "audit_step"])
+    def test_a_proof_of_nothing(self, other, proof):
+        params = {**other, "steps": jnp.int32(0)}
+        all_false = lambda params: jax.tree.map(lambda leaf: False, params)  # noqa: E731
+        for spec in (fz.where(nothing_or_all), fz.path("encoder") & "head", all_false):
+            with pytest.warns(
+                fz.FreezeWarning, match=r"freezes nothing\n(.|\n)*: 0 of 3 leaves are frozen\n"
+            ) as caught:
+                PROOFS[proof](params, spec)
+            assert [each.filename for each in caught] == [__file__]
+        with pytest.warns(fz.FreezeWarning):
+            state = fz.freeze(optax.sgd(1.0), fz.where(nothing_or_all)).init(params)
+        whole = {"encoder": False, "head": False, "steps": True}
+        for spec in (False, whole, fz.spec_of(state), "encoder", "steps", fz.rules({"head": fz.rows(0)})):
+            PROOFS[proof](params, spec)
+
+    def test_a_proof_of_no_variable(self):
+        model = nnx.Sequential(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), nnx.BatchNorm(1, rngs=nnx.Rngs(0)))
+        for proof in ("fingerprint", "audit_step"):
+            with pytest.warns(fz.FreezeWarning, match="at least one frozen leaf"):
+                PROOFS[proof](model, nnx.LoRAParam)
+            PROOFS[proof](model, nnx.PathContains("kernel"))
 
     def test_the_spec_of_a_state_is_told_once(self, other):
         tx = fz.freeze(optax.sgd(1.0), fz.where(nothing_or_all))

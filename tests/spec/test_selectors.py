@@ -1,8 +1,15 @@
 """Selectors: patterns, functions, rules and their algebra."""
 
+import copy
+import functools
+import operator
+import pickle
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_freeze as fz
@@ -139,6 +146,38 @@ class TestPath:
         assert str(error.value).endswith(f"fix: for a regular expression write fz.regex({expression!r})")
         assert chosen(fz.regex(expression), params)
 
+    @pytest.mark.parametrize(
+        ("pattern", "fix"),
+        [
+            ("**/*norm*", "case differs: LayerNorm_0, encoder/LayerNorm_1"),
+            ("layernorm_1", "case differs: encoder/LayerNorm_1"),
+            ("kernel", "a pattern begins at the root; at any depth write '**/kernel'"),
+            ("LayerNorm_1/bias", "a pattern begins at the root; at any depth write '**/LayerNorm_1/bias'"),
+            ("key[1]", "nearest paths: key[[]0]"),
+            (
+                fz.regex("norm"),
+                "case differs: LayerNorm_0/scale, encoder/LayerNorm_1/bias; ignore it by '(?i).*(?:norm).*'",
+            ),
+            (fz.regex("encoder"), "a regex must match the whole path: 'encoder/.*'"),
+            (fz.regex("head/*"), "for a glob write fz.path('head/*')"),
+            (fz.regex("enc*/*/bias"), "for a glob write fz.path('enc*/*/bias')"),
+            (fz.regex(r"key.1."), r"nearest paths: key\[0\]"),
+        ],
+    )
+    def test_a_hint_fits_when_it_is_typed_in(self, pattern, fix):
+        params = {
+            "encoder": {"LayerNorm_1": {"bias": 1.0}},
+            "LayerNorm_0": {"scale": 1.0},
+            "head": {"kernel": 1.0},
+            "key[0]": 1.0,
+        }
+        with pytest.raises(ValueError, match="matches no leaf") as caught:
+            fz.resolve(params, pattern)
+        assert fix in str(caught.value)
+        for written in re.findall(r"'(.*)'", fix) or re.split(", ", fix.partition(": ")[2]):
+            make = fz.path if isinstance(pattern, str) or "fz.path" in fix else fz.regex
+            assert chosen(make(written), params)
+
     def test_what_is_no_regular_expression_that_matches(self, params):
         for pattern in ("encoder.layer_0", "encoder(", "tail.*", "*kernel+"):
             with pytest.raises(ValueError, match="fix: nearest paths"):
@@ -215,6 +254,21 @@ class TestAlgebra:
         for selector in (fz.path("head") | "x", fz.path("head") & "x", ~fz.path("x")):
             with pytest.raises(ValueError, match="matches no leaf"):
                 fz.resolve(params, selector)
+
+    @pytest.mark.parametrize("join", [operator.or_, operator.and_])
+    def test_a_thousand_of_them(self, join):
+        names = [f"layer_{i}" for i in range(1100)]
+        each = [fz.path(name) if join is operator.or_ else fz.all_except(name) for name in names]
+        forward = functools.reduce(join, each)
+        backward = functools.reduce(lambda rest, one: join(one, rest), reversed(each))
+        params = dict.fromkeys([*names, "head"], 1.0)
+        for selector in (forward, backward):
+            assert selector == pickle.loads(pickle.dumps(selector)) == copy.deepcopy(selector)
+            assert hash(selector) == hash(copy.deepcopy(selector))
+            assert repr(selector).count("fz.") == 1100
+            assert jax.tree.leaves(selector) == []
+            assert chosen(selector, params) == (sorted(names) if join is operator.or_ else ["head"])
+            fz.freeze(optax.sgd(0.1), selector).init(params)
 
 
 class TestRules:
