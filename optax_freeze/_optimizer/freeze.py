@@ -118,11 +118,7 @@ def freeze(
     if frozen is None:
         _refuse_no_spec(inner)
     inner = as_transformation(inner, _CALL, name="inner", other=frozen)
-    accepted = AcceptedPlans(
-        FreezeState,
-        make=lambda tree: make_plan(tree, frozen).without_masks(),
-        refuse_other=lambda plan, tree: _refuse_other_spec(plan, frozen, tree),
-    )
+    accepted = AcceptedPlans(FreezeState, lambda plan, tree: _refuse_other_spec(plan, frozen, tree))
 
     def transform(plan: Plan, treedef: Any) -> optax.GradientTransformationExtraArgs:
         labels = plan.labels(treedef)
@@ -139,8 +135,10 @@ def freeze(
                 refuse_other_leaf(value, leaf, selection, "params")
                 refuse_other_rows(value, selection, leaf.path, "params")
         masks = plan.copied_masks(values)
-        # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
-        has_masks = any(map(is_array, masks if masks else jax.tree.leaves(frozen)))
+        has_masks = any(map(is_array, masks))
+        if plan.is_placeholder:  # of `optax.tree_map_params`: it takes the place of the masks, if there are any
+            latest = accepted.latest
+            has_masks = any(map(is_array, jax.tree.leaves(frozen))) if latest is None else latest.has_masks
         state = FreezeState(
             accepted.add(plan.without_masks()), jax.tree.unflatten(plan.treedef, masks) if has_masks else (), ()
         )

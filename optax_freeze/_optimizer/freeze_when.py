@@ -106,11 +106,7 @@ def freeze_when(
     coupled = None if coupled is None else as_transformation(coupled, call, name="coupled")
     given = parse_groups(groups)
     by_key = {group.name: group for group in given}
-    accepted = AcceptedPlans(
-        FreezeWhenState,
-        make=lambda tree: make_group_plans(given, tree, "ignore", accepted.latest).without_masks(),
-        refuse_other=lambda plans, tree: _refuse_other_groups(plans, given, tree),
-    )
+    accepted = AcceptedPlans(FreezeWhenState, lambda plans, tree: _refuse_other_groups(plans, given, tree))
 
     def init_fn(params: PyTree) -> PyTree:
         register_groups_with_flax()
@@ -154,8 +150,6 @@ def freeze_when(
         gradient_of: GradientOfGroups | None = None,
     ) -> tuple[PyTree, PyTree]:
         state = accepted.state(state, updates if params is None else params)
-        if {*state.plan.names} != {*state.groups}:  # known only after `optax.tree_map_params`
-            raise other_transformation(f"groups {list(state.groups)}", f"groups {list(state.plan.names)}")
         plans: GroupPlans = state.current_plan
         if gradient_of is None:
             call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)

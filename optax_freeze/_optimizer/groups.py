@@ -19,10 +19,11 @@ from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
+from optax_freeze._spec.static_node import register_as_static
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
-@jax.tree_util.register_static
+@register_as_static
 @dataclasses.dataclass(frozen=True)
 class GroupPlans:
     """The plans of all groups for given parameters, all about the same leaves: what a state holds as its spec."""
@@ -35,6 +36,11 @@ class GroupPlans:
 
     def __hash__(self) -> int:
         return hash(self.names)
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether they were made for the placeholder of ``optax.tree_map_params``."""
+        return self.everything.is_placeholder
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -134,6 +140,7 @@ def make_group_plans(
                     fix=f"name the other group by a selector: fz.path({name!r})",
                 )
             made[name] = group, plan
+    latest = latest if everything.is_placeholder else None
     if not leaves:
         by_key = {group.name: group for group in groups}
         keys = [group.name for group in groups if not group.each] if latest is None else latest.keys

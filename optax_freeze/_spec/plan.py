@@ -17,26 +17,39 @@ from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.memory_kinds import HOST, is_on_host
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, RowSelection, Selection
+from optax_freeze._spec.selection import (
+    FROZEN,
+    TRAINABLE,
+    DenseMask,
+    DynamicRowIndex,
+    RowIndex,
+    RowSelection,
+    Selection,
+)
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
+from optax_freeze._spec.static_node import is_placeholder, register_as_static
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
-@jax.tree_util.register_static
+@register_as_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """One selection per leaf of the parameters; an optimizer state keeps the arrays of masks beside it.
 
-    A plan without leaves equals any other, and all have the same hash: ``optax.tree_map_params`` maps the state of a
-    placeholder together with the real one, which JAX allows only if their nodes are equal.
+    Plans are equal if they have the same leaves, of which the same elements train, in whatever containers.
     """
 
     leaves: tuple[Leaf, ...]
     selections: tuple[Selection, ...]
     treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
     variables: bool = False  # NNX variables: `update` is given their values, in other containers
+
+    @functools.cached_property
+    def is_placeholder(self) -> bool:
+        """Whether it was made for the placeholder of ``optax.tree_map_params``."""
+        return is_placeholder(self.treedef)
 
     @functools.cached_property
     def own(self) -> list[int]:
@@ -53,6 +66,11 @@ class Plan:
         """Whether the trainable part has a ``Part`` among its leaves."""
         pairs = zip(self.leaves, self.selections, strict=True)
         return any(leaf.index is not None or selection.part_index is not None for leaf, selection in pairs)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether a state keeps an array for a selection."""
+        return any(isinstance(selection, (DenseMask, DynamicRowIndex)) for selection in self.selections)
 
     @property
     def as_spec(self) -> ResolvedSpec:
@@ -183,12 +201,10 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        if self is other or not self.leaves or not other.leaves:
-            return True
-        return (self.selections, self.leaves) == (other.selections, other.leaves)
+        return self is other or (self.selections, self.leaves) == (other.selections, other.leaves)
 
     def __hash__(self) -> int:
-        return hash(Plan)
+        return len(self.leaves)  # that of all leaves would take time at each call of a jitted function
 
     def __reduce__(self) -> Any:
         return Plan, (self.leaves, self.selections, None, self.variables)

@@ -221,13 +221,30 @@ class TestTheStateTravels:
         for copied in (by_orbax, by_flax, pickle.loads(pickle.dumps(state)), copy.deepcopy(state), mapped):
             assert bits(copied) == bits(state)
             assert bits(update(grads, copied, params)) == bits(expected)
-            if copied is not mapped:
-                assert jax.tree.structure(copied) == jax.tree.structure(state)
+            assert jax.tree.structure(copied) == jax.tree.structure(state)
         names = optax.tree_map_params(tx, lambda _: "param", state, transform_non_params=lambda _: "other")
         assert optax.tree.get(names, "masks")["dense"] == "param"
         assert optax.tree.get(names, "count") == "other"
-        after = update(grads, mapped, params)[1]
-        assert bits(fz.partition(params, fz.spec_of(after))[0]) == bits(fz.partition(params, PARTS)[0])
+        assert bits(fz.partition(params, fz.spec_of(mapped))[0]) == bits(fz.partition(params, PARTS)[0])
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda spec: fz.freeze(optax.adam(0.1), fz.rules(spec)),
+            lambda spec: fz.freeze(optax.adam(0.1), lambda params: {**dict.fromkeys(params, False), **spec}),
+            lambda spec: fz.freeze_when(optax.adam(0.1), {name: (mask, True) for name, mask in spec.items()}),
+        ],
+    )
+    def test_equal_plans_are_those_of_one_spec(self, make):
+        """`jax.jit` returns the plan of the first state that it was called with for all that are equal."""
+        txs = [make({"dense": np.eye(6, 2, shift, dtype=bool), "rows": fz.rows([shift])}) for shift in (0, 1)]
+        states = [tx.init(self.params) for tx in txs]
+        mapped = [optax.tree_map_params(tx, jnp.zeros_like, state) for tx, state in zip(txs, states, strict=True)]
+        of_nothing = fz.freeze(optax.adam(0.1), False).init({})
+        plans = [state.plan for state in (*states, of_nothing, *mapped)]
+        assert [[a == b for b in plans] for a in plans] == [[i % 3 == j % 3 for j in range(5)] for i in range(5)]
+        same = jax.jit(lambda state: state)
+        assert all(same(state).plan == state.plan for state in (*mapped, *states, of_nothing))
 
     def test_by_flax_with_labels_by_leaf(self):
         """A `Part` in the state holds a `MaskedNode`."""
