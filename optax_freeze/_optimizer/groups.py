@@ -16,6 +16,7 @@ from optax_freeze._optimizer.no_update import zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Choice, Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.plan_digest import Line
 from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
@@ -46,6 +47,17 @@ class GroupPlans:
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves of the parameters."""
         return self.everything.leaves
+
+    @property
+    def lines(self) -> list[Line]:
+        """What is compared where a state is read: what each group owns, and the conditions."""
+        found = []
+        for name, plan in zip([*self.names, None], self.plans, strict=True):
+            group = "no group" if name is None else f"the group {name!r}"
+            for line in map(plan.line, plan.own):
+                found.append(Line(line.path, f"in {group}, {line.told}", (name, line.exact)))
+        of_groups = zip(self.names, self.conditions, strict=True)
+        return found + [Line(name, str(condition), condition.recorded) for name, condition in of_groups]
 
     def without_masks(self) -> "GroupPlans":
         """The static part of the plans."""

@@ -17,6 +17,7 @@ from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.memory_kinds import HOST, is_on_host
+from optax_freeze._spec.plan_digest import Line
 from optax_freeze._spec.selection import (
     FROZEN,
     TRAINABLE,
@@ -26,6 +27,7 @@ from optax_freeze._spec.selection import (
     RowSelection,
     Selection,
 )
+from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
@@ -71,6 +73,17 @@ class Plan:
     def has_masks(self) -> bool:
         """Whether a state keeps an array for a selection."""
         return any(isinstance(selection, (DenseMask, DynamicRowIndex)) for selection in self.selections)
+
+    @property
+    def lines(self) -> list[Line]:
+        """What is compared where a state is read."""
+        return list(map(self.line, range(len(self.leaves))))
+
+    def line(self, i: int) -> Line:
+        """The shape of a leaf, and which of its elements train."""
+        leaf, selection = self.leaves[i], self.selections[i]
+        told = f"a leaf of shape {leaf.shape} that {selection}"
+        return Line(leaf.path, told, (leaf.shape, record_of(selection)))
 
     @property
     def as_spec(self) -> ResolvedSpec:

@@ -14,6 +14,7 @@ from optax_freeze._errors import described, message, refuse_unknown_choice, type
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import ElementMask, choice_of
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.plan_digest import digest_of, refuse_other_plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
@@ -136,11 +137,17 @@ def warn_of_extent(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: int)
 
 
 def register_with_flax(static: type = Plan) -> None:
-    """Teaches ``flax.serialization``, if Flax is loaded, to pass a static node by, and to store a ``Part``."""
+    """Teaches ``flax.serialization``, if Flax is loaded, to store the digest of a plan, and a ``Part``."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None:
         register = functools.partial(serialization.register_serialization_state, override=True)
-        register(static, lambda _: {}, lambda target, _: target)
+
+        def compared(plan: Any, state: Any) -> Any:
+            fix = "read it into the state of the old optimizer, then state = fz.migrate(state, tx, params)"
+            refuse_other_plan(plan, state.get("digest", ()), "the state that is read", fix)
+            return plan
+
+        register(static, lambda plan: {"digest": digest_of(plan)}, compared)
 
         def restored(part: Part, state: Any) -> Part:
             return dataclasses.replace(part, values=serialization.from_state_dict(part.values, state["values"]))

@@ -22,6 +22,7 @@ from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.bits import LANES
 from optax_freeze._verify.fingerprint import as_texts, digests
 
+_DIGITS = frozenset("0123456789abcdef")
 FORMAT = 1
 """The version of the form of a record. It is increased when older releases would misread a record."""
 
@@ -55,6 +56,11 @@ class Field:
 
     def text(self) -> str:
         return self.checked("a string", lambda value: isinstance(value, str))
+
+    def digits(self) -> bytes:
+        """The bytes that are written as hexadecimal digits."""
+        is_valid = lambda value: isinstance(value, str) and not len(value) % 2 and not set(value) - _DIGITS  # noqa: E731
+        return bytes.fromhex(self.checked("pairs of hexadecimal digits", is_valid))
 
     def flag(self) -> bool:
         return self.checked("true or false", lambda value: isinstance(value, bool))
@@ -171,7 +177,7 @@ def _leaf_of_json(leaf: Field) -> LeafRecord:
 
 
 def _is_fingerprint(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 8 * LANES and not set(value) - set("0123456789abcdef")
+    return isinstance(value, str) and len(value) == 8 * LANES and not set(value) - _DIGITS
 
 
 def refuse_newer(record: Field, where: str, what: str) -> None:
