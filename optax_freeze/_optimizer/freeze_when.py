@@ -26,6 +26,7 @@ from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate, 
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, other_transformation, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.masks import DynamicRows, Elements
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, register_with_flax
@@ -77,7 +78,8 @@ def freeze_when(
         group of its own. Elements that two groups select belong to the first.
       coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
         norm.
-      tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups.
+      tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups, and
+        emits a :class:`FreezeWarning` if it is at two paths in one group; ``"ignore"`` allows it.
 
     Returns:
       A transformation. Its ``init`` raises ``ValueError`` if a group matches nothing or has no elements of its own. Its
@@ -114,6 +116,7 @@ def freeze_when(
             group.condition.check()
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
         values, treedef = _tree.flatten(params)
+        warn_of_leaves(values, plans.everything, plans.plans[-1], tied, stacklevel=2)
         has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
         own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
         plans = plans.with_masks(own)

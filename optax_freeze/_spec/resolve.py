@@ -79,11 +79,16 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
 
 class FreezeWarning(UserWarning):
-    """The warning that patterns, a selector or a function freeze nothing or everything.
+    """The warning that a call will not do what was written.
 
-    It is emitted by :func:`optax_freeze.partition`, by the ``init`` of :func:`optax_freeze.freeze` and
-    :func:`optax_freeze.masked_zero_updates`, and, if nothing is frozen, by ``freeze``, ``Frozen`` and ``trainable`` of
-    ``optax_freeze.nnx``; not for parameters with ``optax.MaskedNode()``.
+    It is emitted if patterns, a selector or a function freeze nothing or everything, by :func:`optax_freeze.partition`,
+    by the ``init`` of :func:`optax_freeze.freeze` and :func:`optax_freeze.masked_zero_updates`, and, if nothing is
+    frozen, by ``freeze``, ``Frozen`` and ``trainable`` of ``optax_freeze.nnx``; not for parameters with
+    ``optax.MaskedNode()``.
+
+    It is also emitted by the ``init`` of these and of :func:`optax_freeze.freeze_when` if one array is at two paths
+    that both train, since they will differ, and for frozen NumPy arrays that ``jax.jit`` converts; and by
+    ``checkpoint.restore`` for masks and dynamic rows that differ from those of the template.
 
     Example:
       >>> import warnings, optax_freeze as fz

@@ -15,6 +15,7 @@ import numpy as np
 
 from optax_freeze._errors import counted, described, is_array, is_int, type_error, value_error
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.numpy_leaves import AS_ARRAYS_OF_JAX, dtype_in_jax
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import TRAINABLE, Selection
 from optax_freeze._spec.selection_record import record_of, selection_of
@@ -199,8 +200,18 @@ def refuse_other_arrays(saved: Sequence[Any], got: Sequence[Any], name: str, whe
     _tree.refuse_other_paths([new.path for new in got], [old.path for old in saved], name, fix)
     for new, old in zip(got, saved, strict=True):
         if told(new) != told(old):
+            fix = _fix_of_dtype(new.struct, old.struct) or fix
             what = f"{name}: a leaf differs from {where}"
             raise value_error(what, at=new.path, got=told(new), expected=told(old), fix=fix)
+
+
+def _fix_of_dtype(new: Any, old: Any) -> str:
+    """The fix if one of two arrays was of NumPy, and the other is what JAX makes of it."""
+    if new is None or old is None or new.dtype == old.dtype:
+        return ""
+    if dtype_in_jax(new.dtype) == old.dtype:
+        return f"{AS_ARRAYS_OF_JAX}, and here"
+    return "give the NumPy arrays that were saved" if dtype_in_jax(old.dtype) == new.dtype else ""
 
 
 def refuse_other_selections(

@@ -18,7 +18,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from optax_freeze._errors import counted, in_one_line, is_concrete, is_int, message, value_error
-from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of, elements
@@ -29,7 +28,7 @@ from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, Selection
 from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Part, PyTree
-from optax_freeze._state.own_states import states_in
+from optax_freeze._state.own_states import masks_in
 from optax_freeze._verify import base_record
 from optax_freeze._verify.fingerprint import array_digest, as_texts
 
@@ -227,7 +226,7 @@ def refuse_other_state(saved: Record, template: PyTree, at: str) -> None:
 
 def warn_of_other_masks(template: PyTree, state: PyTree) -> None:
     """A :class:`FreezeWarning` if masks or row numbers of a template differ from those of the state that was read."""
-    pairs = zip(_masks_of(template), _masks_of(state), strict=True)
+    pairs = zip(masks_in(template), masks_in(state), strict=True)
     differ = [path for (path, old), (_, new) in pairs if is_concrete(old) and not jnp.array_equal(old, new)]
     if differ:
         text = message(
@@ -238,13 +237,3 @@ def warn_of_other_masks(template: PyTree, state: PyTree) -> None:
             fix="to keep them, opt_state=jax.eval_shape(tx.init, params); for others, then fz.replace_masks",
         )
         warnings.warn(text, FreezeWarning, stacklevel=3)
-
-
-def _masks_of(state: PyTree) -> list[tuple[str, Any]]:
-    """The arrays of masks and of dynamic rows in a state, with the paths of their leaves."""
-    found = []
-    for own in states_in(state):
-        for holder in [own] if isinstance(own, FreezeState) else own.groups.values():
-            walk = _tree.walk(holder.masks)
-            found += [each for each in zip(walk.paths, walk.values, strict=True) if not _tree.is_masked_node(each[1])]
-    return found

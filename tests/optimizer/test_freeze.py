@@ -6,6 +6,7 @@ import itertools
 import pickle
 
 import chex
+import equinox as eqx
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import optimizers
 import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
+from flax import nnx
 
 import optax_freeze as fz
 
@@ -56,6 +58,25 @@ def test_awkward_leaves_keep_their_bits(awkward, make):
 
 
 class TestFreeze:
+    @pytest.mark.parametrize("part", [False, fz.rows([0]), np.eye(2, dtype=bool), fz.rows(jnp.array([1]))])
+    def test_one_array_at_two_paths_that_both_train(self, part):
+        tied, pair = dict.fromkeys("ab", jnp.ones((2, 2))), {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+        make = lambda part, **tied: fz.freeze(optax.sgd(0.1), {"a": part, "b": part}, **tied)  # noqa: E731
+        with pytest.warns(fz.FreezeWarning, match=r"both train: they will differ(.|\n)*at: a\n +b\n"):
+            make(part).init(tied)
+        for tx, params in ((make(part, tied="ignore"), tied), (make(True), tied), (make(part), pair)):
+            tx.init(params)
+
+    def test_what_keeps_a_tie(self):
+        variable, keys = nnx.Param(jnp.ones(2)), jax.random.split(jax.random.key(0))
+        layers = [eqx.nn.Linear(2, 2, key=key) for key in keys]
+        for params in (
+            nnx.state(nnx.Dict(a=nnx.Dict(w=variable), b=nnx.Dict(w=variable)), nnx.Param),
+            eqx.nn.Shared(layers, lambda pair: pair[0].weight, lambda pair: pair[1].weight),
+            dict.fromkeys("ab", jnp.ones(0)),
+        ):
+            fz.freeze(optax.sgd(0.1), False).init(params)
+
     @pytest.mark.parametrize("full_updates", [True, False])
     def test_gradients_and_updates_of_either_structure(self, params, frozen, full_updates):
         tx = fz.freeze(optax.sgd(0.1), frozen, full_updates=full_updates)
