@@ -402,6 +402,15 @@ class TestWrongInput:
             assert bits(by_orbax(opt_state=jax.eval_shape(lambda template=template: template))[1]) == bits(state)
             assert bits(by_orbax(frozen=False)[1]) == bits(state)
 
+    def test_a_base_that_lora_was_merged_into(self, tmp_path):
+        params = {"base": jnp.ones((2, 2)), "lora": jnp.ones(2)}
+        merged = {**params, "base": params["base"] + 1}
+        checkpoint.save(tmp_path, merged, "base", step=0)
+        with pytest.raises(ValueError, match=r"the base differs(.|\n)*LoRA was merged(.|\n)*params, False, step"):
+            checkpoint.restore(tmp_path, params)
+        checkpoint.save(tmp_path, merged, False, step=1)
+        assert bits(checkpoint.restore(tmp_path, params)[0]) == bits(merged)
+
     def test_a_state_of_another_wrapper(self, tmp_path):
         params = {"w": jnp.ones(2), "head": jnp.ones(2)}
         checkpoint.save(tmp_path, params, "w", step=0, opt_state=fz.masked_zero_updates("w").init(params))

@@ -5,7 +5,6 @@ It is made once, in ``init``, and not again for the updates, whose leaves may be
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -165,9 +164,7 @@ class Plan:
         if self.variables:
             fix += "; after freezing or thawing a module, create a new nnx.Optimizer (fz.migrate keeps its moments)"
         expected = [leaf.path for leaf in self.leaves]
-        extra = [leaf for leaf in _tree.leaves(tree) if leaf.path not in expected]
-        if "equinox" in sys.modules and extra and not any(leaf.inexact for leaf in extra):
-            fix += "; pass the full Equinox module in both places, or eqx.filter(model, eqx.is_inexact_array) in both"
+        fix = _tree.with_fix_of_module(fix, _tree.leaves(tree), expected)
         _tree.refuse_other_paths(_tree.paths(tree), expected, name, fix)
         if self.treedef is not None and not self.variables:
             _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(expected))), name, fix)

@@ -233,8 +233,11 @@ def restore(
             fix = "restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)"
             given = make_plan(params, frozen).selections
             base_record.refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
-        expected = "the parameters at the start of the run"
-        fix = "load the same base; if the run changed frozen leaves, fz.audit(params, frozen, tx) finds the cause"
+        expected = "the frozen bits that the parameters had in checkpoint.save"
+        fix = (
+            "load the base that was there; frozen leaves that were changed on purpose (LoRA was merged) are not in a"
+            " checkpoint unless checkpoint.save(directory, params, False, step=...); if the optimizer did, see fz.audit"
+        )
         now = base_record.leaf_records(params, plan)
         base_record.refuse_other_base(record.leaves, now, "the checkpoint", expected, fix)
         if opt_state is not None:
