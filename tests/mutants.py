@@ -154,9 +154,7 @@ _BY_FILE = {
         ("jnp.maximum(step, 0)", "step", "tests/state/test_train_step.py -k any_step"),
         ("extra_args, _ALL_GRADIENTS)", "extra_args)", "tests/test_errors.py -k part"),
         ("params, tied, accepted.latest)", "params, tied)", "-k tree_map_params"),
-        ('tree, "ignore", accepted.latest)', 'tree, "ignore")', "-k lone_leaf_and_no_leaf"),
         ("if plans.names != own.names:", "if False:", "-k state_of_other_leaves_or_groups"),
-        ("if {*state.plan.names} != {*state.groups}:", "if False:", "-k TheStateOf"),
         ("if group.name in keys or not group.each]", "]", "-k leaves_that_cannot_train"),
         (
             "if coupled is None:\n            return update(",
@@ -234,8 +232,8 @@ _BY_FILE = {
         ("value.shape == leaf.shape or mesh.empty", "True", "-k groups"),
     ],
     ("_optimizer/around.py", "tests/optimizer/test_around.py"): [
-        (" is array and differs(its.spec)", " is array", "-k freezes_as_written"),
-        ("if key not in before and", "if", "-k one_gradient"),
+        ("spec is not None and differs(spec)", "spec is not None", "-k freezes_as_written"),
+        ("id(array) not in before and ", "", "-k one_gradient"),
     ],
     ("_optimizer/freeze.py", "tests/optimizer/test_around.py"): [
         ("only_freezes=True", "only_freezes=False", "-k freezes_as_written"),
@@ -761,6 +759,10 @@ _BY_FILE = {
     ("_spec/partition.py", "tests/test_python_numbers.py"): [
         (" or isinstance(value, Part) or is_number(value)", " or isinstance(value, Part)", "-k comes_back"),
         ("jnp.shape(b.array), b.selection.part_index", "b.array.shape, b.selection.part_index", "-k eager-float]"),
+    ],
+    ("_spec/static_node.py", "tests/optimizer/test_freeze.py"): [
+        ("if self.plan.is_placeholder:", "if True:", "-k equal_plans"),
+        ("if plan.is_placeholder else plan", "if not plan.leaves else plan", "-k equal_plans"),
     ],
     ("_spec/plan.py", "tests/state/test_dynamic_rows.py"): [
         ("len(found) != 1 or any(", "not found or any(", "tests/spec/test_resolve.py tests/report/test_summary.py"),

@@ -1,5 +1,6 @@
 """Checkpoints contain only the trainable parameters, and are restored only onto the base of their run."""
 
+import contextlib
 import functools
 import json
 import math
@@ -298,6 +299,31 @@ class TestSteps:
         assert bits(checkpoint.restore(tmp_path, base, step=np.int64(3))[0]) == bits(base)
 
 
+STATES = {
+    "leaf": True,
+    "none": False,
+    "rows 0:2": fz.rows([0, 1]),
+    "rows 2:4": fz.rows([2, 3]),
+    "one row": fz.rows([0]),
+    "columns": fz.rows([0], axis=1),
+    "dense": np.eye(4, 2, dtype=bool),
+    "other dense": ~np.eye(4, 2, dtype=bool),
+    "compact": fz.elements(np.eye(4, 2, dtype=bool), compact=True),
+    "other compact": fz.elements(np.eye(4, 2, -1, dtype=bool), compact=True),
+    "dynamic": fz.rows(jnp.array([0, 1])),
+    "other dynamic": fz.rows(jnp.array([2, 3])),
+}
+
+
+def of_spec(part):
+    return fz.freeze(optax.adam(0.1), {"w": part, "head": False})
+
+
+def of_group(part):
+    groups = {True: {"w": True}, False: {"head": True}}.get(part) if isinstance(part, bool) else {"w": (part, True)}
+    return fz.freeze_when(optax.adam(0.1), groups)
+
+
 class TestWrongInput:
     @pytest.fixture
     def saved(self, base, tmp_path):
@@ -352,6 +378,52 @@ class TestWrongInput:
         rows = fz.rules({"encoder": True, "embed": fz.rows([0, 1, 2, 3, 4, 7])})
         with pytest.raises(ValueError, match=r"(?s)opt_state: a leaf differs.*at: .*mu/embed.*rows.*fz\.migrate"):
             checkpoint.restore(saved, base, opt_state=fz.freeze(optax.adamw(0.1), rows).init(base))
+
+    @pytest.mark.parametrize("saved", STATES)
+    @pytest.mark.parametrize("make", [of_spec, of_group])
+    def test_a_state_is_restored_into_its_own_spec(self, make, saved, tmp_path):
+        """By Orbax and by Flax: another spec is refused, and other masks and dynamic rows come back with the state."""
+        params = {"w": jnp.ones((4, 2)), "head": jnp.ones(2)}
+        state = make(STATES[saved]).init(params)
+        checkpoint.save(tmp_path, params, False, step=0, opt_state=state)
+        for name, part in STATES.items():
+            template = make(part).init(params)
+            by_orbax = functools.partial(checkpoint.restore, tmp_path, params, opt_state=template)
+            by_flax = functools.partial(flax.serialization.from_bytes, template, flax.serialization.to_bytes(state))
+            if template.plan != state.plan:
+                for restored in (by_orbax, by_flax):
+                    with pytest.raises(ValueError, match=r"(?s)at: .*\bw\b.*fz\.migrate"):
+                        restored()
+                continue
+            assert bits(by_flax()) == bits(state)
+            differs = pytest.warns(fz.FreezeWarning, match="masks or rows in the checkpoint differ(.|\n)*at: w\n")
+            with contextlib.nullcontext() if name == saved else differs:
+                assert bits(by_orbax()[1]) == bits(state)
+            assert bits(by_orbax(opt_state=jax.eval_shape(lambda template=template: template))[1]) == bits(state)
+            assert bits(by_orbax(frozen=False)[1]) == bits(state)
+
+    def test_a_base_that_lora_was_merged_into(self, tmp_path):
+        params = {"base": jnp.ones((2, 2)), "lora": jnp.ones(2)}
+        merged = {**params, "base": params["base"] + 1}
+        checkpoint.save(tmp_path, merged, "base", step=0)
+        with pytest.raises(ValueError, match=r"the base differs(.|\n)*LoRA was merged(.|\n)*params, False, step"):
+            checkpoint.restore(tmp_path, params)
+        checkpoint.save(tmp_path, merged, False, step=1)
+        assert bits(checkpoint.restore(tmp_path, params)[0]) == bits(merged)
+
+    def test_a_state_of_another_wrapper(self, tmp_path):
+        params = {"w": jnp.ones(2), "head": jnp.ones(2)}
+        checkpoint.save(tmp_path, params, "w", step=0, opt_state=fz.masked_zero_updates("w").init(params))
+        with pytest.raises(ValueError, match=r"(?s)opt_state.*got: 0 specs\n.*1 spec"):
+            checkpoint.restore(tmp_path, params, opt_state=optax.identity().init(params))
+        schedules = [
+            fz.freeze_when(optax.adam(0.1), {"w": at}).init(params) for at in (fz.unfreeze_at(2), lambda step: step < 2)
+        ]
+        for template, stored in (schedules, schedules[::-1]):
+            with pytest.raises(ValueError, match=r"different spec(.|\n)*at: w\n"):
+                flax.serialization.from_bytes(template, flax.serialization.to_bytes(stored))
+        with pytest.raises(ValueError, match="got: no spec"):
+            flax.serialization.from_state_dict(schedules[0].plan, {})
 
     def test_under_jit(self, tmp_path):
         with pytest.raises(TypeError, match="traced"):
@@ -476,6 +548,8 @@ FIELDS = {
     "opt_state[0].path": ([None, 3], "a string"),
     "opt_state[0].shape": ([None, 3, [-1], [math.nan]], "a list of sizes"),
     "opt_state[0].dtype": ([None, "bool33"], "the name of a dtype"),
+    "plans": ([None, {}], "a list of digests"),
+    "plans[0]": ([None, 3, "0", "0g"], "pairs of hexadecimal digits"),
     "opt_state[0].part": ([True, -1, 1.0, "rows", []], "rows, a number of elements, or null"),
 }
 
@@ -509,7 +583,7 @@ class TestDamagedRecords:
             assert re.search(rf"\n  expected: {re.escape(expected)}", told)
 
     def test_a_field_that_is_missing_or_a_path_that_is_there_twice(self, recorded, refused):
-        fields = ["format", "leaves", "opt_state"]
+        fields = ["format", "leaves", "opt_state", "plans"]
         fields += [f"leaves[5].{name}" for name in ("path", "shape", "dtype", "weak", "frozen", "fingerprint")]
         fields += [f"opt_state[3].{name}" for name in ("path", "shape", "dtype", "weak", "part")]
         fields += ["written", "written.opt_state.12.dtype", "written.masks.0.fingerprint"]

@@ -396,8 +396,14 @@ def test_equinox_gradients_for_a_state_of_any_filter(keep):
     assert bits([new.w[0], new.steps]) == bits([LAYER.w[0], LAYER.steps])
     assert (new.w[1:] != LAYER.w[1:]).all()
     for tx in (fz.freeze(optax.adam(0.5), "w"), fz.freeze_when(optax.adam(0.5), {"w": True})):
-        with pytest.raises(ValueError, match=r"pass the full Equinox module in both places(.|\n)*is_inexact_array"):
-            tx.update(grads, tx.init(params), LAYER)
+        state, told = tx.init(params), r"module in both places, state = tx\.init\(model\), or eqx\.filter\("
+        with pytest.raises(ValueError, match=told):
+            tx.update(grads, state, LAYER)
+        with pytest.raises(ValueError, match=told):
+            fz.value_and_grad(sum_of_layer, fz.spec_of(state))(LAYER)
+        with pytest.raises(ValueError, match=told):
+            eqx.filter_jit(fz.train_step(sum_of_layer, tx))(LAYER, state)
+        eqx.filter_jit(fz.train_step(sum_of_layer, tx))(LAYER, tx.init(LAYER))
 
 
 NORMS = fz.regex(r"(?i)(.*/)?[^/]*norm(alization)?_?\d*/(scale|bias|offset|weight|gamma|beta)")  # of docs/specs.md

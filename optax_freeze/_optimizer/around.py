@@ -6,7 +6,6 @@ train may be zeros.
 """
 
 import contextvars
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -14,6 +13,7 @@ import jax
 
 from optax_freeze._errors import is_array, value_error
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.array_notes import ArrayNotes
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import shape_of_part
 from optax_freeze._spec.tree import PyTree
@@ -68,22 +68,16 @@ def _is_lone_part(value: Any, plan: Plan) -> bool:
     return is_array(value) and value.shape == shape_of_part(plan.part_indices[0], plan.leaves[0].shape or ())
 
 
-class _Returned(NamedTuple):
-    array: weakref.ref
-    spec: Any
-
-
-_RETURNED: dict[int, _Returned] = {}
-"""The arrays that updates have made, by their ids, with the spec of the transformation."""
+_RETURNED = ArrayNotes[Any]()
+"""The specs of the transformations whose updates have made these arrays."""
 
 
 def remember(updates: Iterable[Any], spec: Any, given: Iterable[Any]) -> None:
     """Notes which arrays of ``updates`` an update has made; those of ``given`` were there before."""
     before = {id(array) for array in given}
     for array in updates:
-        key = id(array)
-        if key not in before and isinstance(array, jax.Array):
-            _RETURNED[key] = _Returned(weakref.ref(array, lambda _, key=key: _RETURNED.pop(key, None)), spec)
+        if id(array) not in before and isinstance(array, jax.Array):
+            _RETURNED[array] = spec
 
 
 def refuse_updates_of_another(updates: PyTree, differs: Callable[[Any], bool]) -> None:
@@ -93,8 +87,8 @@ def refuse_updates_of_another(updates: PyTree, differs: Callable[[Any], bool]) -
     """
     pairs = jax.tree_util.tree_leaves_with_path(updates) if _RETURNED else []
     for path, array in pairs:
-        its = _RETURNED.get(id(array))
-        if its is not None and its.array() is array and differs(its.spec):
+        spec = _RETURNED.get(array)
+        if spec is not None and differs(spec):
             raise value_error(
                 "two freezing transformations in a chain: each sets to zero what the other trains",
                 at=_tree.keystr(path),

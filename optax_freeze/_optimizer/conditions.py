@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, type_error, value_error
+from optax_freeze._optimizer.schedules import NamedSchedule
 from optax_freeze._spec.tree import PyTree
 
 
@@ -45,6 +46,11 @@ class Condition:
         """Whether another condition is known not to be the same; functions cannot be compared."""
         return type(self) is not type(other) or self != other
 
+    @property
+    def recorded(self) -> str:
+        """What is known of it in every process."""
+        return repr(self)
+
     def check(self) -> None:
         """Raises before the first step if there would be no answer."""
 
@@ -74,6 +80,10 @@ class Switch(Condition):
 
     def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
         return jax.tree.leaves(states)
+
+    @property
+    def recorded(self) -> str:
+        return "a switch"
 
     def __str__(self) -> str:
         return "a group controlled by fz.set_frozen"
@@ -122,6 +132,12 @@ class FunctionCondition(Condition):
             return True
         comparable = all(dataclasses.is_dataclass(each.function) for each in (self, other))
         return comparable and self.function != other.function
+
+    @property
+    def recorded(self) -> str:
+        if isinstance(self.function, NamedSchedule):
+            return repr(self.function)
+        return "a function of the step and statistics" if self.takes_norm else "a function of the step"
 
     def check(self) -> None:
         step = jax.ShapeDtypeStruct((), jnp.int32)

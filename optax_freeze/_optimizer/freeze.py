@@ -23,6 +23,7 @@ from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
@@ -41,8 +42,8 @@ def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.Gradient
 
     Args:
       frozen: the spec of the frozen parameters, in any form.
-      tied: ``"error"`` raises an error in ``init`` if an array is at two paths and only one of them is frozen;
-        ``"ignore"`` allows it.
+      tied: ``"error"`` raises an error in ``init`` if an array is at two paths and only one of them is frozen, and
+        emits a :class:`FreezeWarning` if both train; ``"ignore"`` allows it.
 
     Returns:
       A transformation. Its ``init`` resolves the spec and raises ``ValueError`` if it does not fit; its ``update``
@@ -111,8 +112,8 @@ def freeze(
         ``optax.apply_updates``, which preserves all but denormals and signalling NaNs. (A parameter in host memory gets
         a scalar -0.0, or the ``Part`` of its trainable rows.) If False, they have ``optax.MaskedNode()`` for frozen
         parameters, for :func:`optax_freeze.apply_updates`, which preserves every bit.
-      tied: ``"error"`` raises an error in ``init`` if an array is at two paths and only one of them is frozen;
-        ``"ignore"`` allows it.
+      tied: ``"error"`` raises an error in ``init`` if an array is at two paths and only one of them is frozen, and
+        emits a :class:`FreezeWarning` if both train; ``"ignore"`` allows it.
 
     Returns:
       A transformation. Its ``init`` takes all parameters or only the trainable ones, resolves the spec, and raises
@@ -135,11 +136,7 @@ def freeze(
     if frozen is None:
         _refuse_no_spec(inner)
     inner = as_transformation(inner, _CALL, name="inner", other=frozen)
-    accepted = AcceptedPlans(
-        FreezeState,
-        make=lambda tree: make_plan(tree, frozen).without_masks(),
-        refuse_other=lambda plan, tree: _refuse_other_spec(plan, frozen, tree),
-    )
+    accepted = AcceptedPlans(FreezeState, lambda plan, tree: _refuse_other_spec(plan, frozen, tree))
 
     def transform(plan: Plan) -> optax.GradientTransformationExtraArgs:
         labels = lambda tree: plan.labels(_tree.flatten(tree)[1])  # noqa: E731
@@ -151,13 +148,16 @@ def freeze(
         plan = changed(make_plan(params, frozen, tied=tied))
         warn_of_extent(plan, params, frozen, stacklevel=2)
         values = _tree.flatten(params)[0]
+        warn_of_leaves(values, plan, plan, tied, stacklevel=2)
         for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
             if isinstance(value, Part) and selection.in_part:
                 refuse_other_leaf(value, leaf, selection, "params")
                 refuse_other_rows(value, selection, leaf.path, "params")
         masks = plan.copied_masks(values)
-        # `optax.tree_map_params` builds a state from a placeholder without leaves: it takes the place of the masks.
-        has_masks = any(map(is_array, masks if masks else jax.tree.leaves(frozen)))
+        has_masks = any(map(is_array, masks))
+        if plan.is_placeholder:  # of `optax.tree_map_params`: it takes the place of the masks, if there are any
+            latest = accepted.latest
+            has_masks = any(map(is_array, jax.tree.leaves(frozen))) if latest is None else latest.has_masks
         state = FreezeState(
             accepted.add(plan.without_masks()), stored(plan, plan.treedef, masks) if has_masks else (), ()
         )

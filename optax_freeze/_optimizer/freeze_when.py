@@ -29,6 +29,7 @@ from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, other_transformation, refuse_other_selections
 from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.masks import DynamicRows, Elements
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Tied, register_with_flax
@@ -89,7 +90,8 @@ def freeze_when(
         group of its own. Elements that two groups select belong to the first.
       coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
         norm.
-      tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups.
+      tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups, and
+        emits a :class:`FreezeWarning` if it is at two paths in one group; ``"ignore"`` allows it.
 
     Returns:
       A transformation. Its ``init`` raises ``ValueError`` if a group matches nothing or has no elements of its own. Its
@@ -118,11 +120,7 @@ def freeze_when(
     coupled = None if coupled is None else as_transformation(coupled, call, name="coupled")
     given = parse_groups(groups)
     by_key = {group.name: group for group in given}
-    accepted = AcceptedPlans(
-        FreezeWhenState,
-        make=lambda tree: make_group_plans(given, tree, "ignore", accepted.latest).without_masks(),
-        refuse_other=lambda plans, tree: _refuse_other_groups(plans, given, tree),
-    )
+    accepted = AcceptedPlans(FreezeWhenState, lambda plans, tree: _refuse_other_groups(plans, given, tree))
 
     def init_fn(params: PyTree) -> PyTree:
         register_groups_with_flax()
@@ -131,6 +129,7 @@ def freeze_when(
         params = as_parts(params, around())
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
         values, treedef = _tree.flatten(params)
+        warn_of_leaves(values, plans.everything, plans.plans[-1], tied, stacklevel=2)
         has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
         own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
         plans = plans.with_masks(own)
@@ -167,8 +166,6 @@ def freeze_when(
         gradient_of: GradientOfGroups | None = None,
     ) -> tuple[PyTree, PyTree]:
         state = accepted.state(state, updates if params is None else params)
-        if {*state.plan.names} != {*state.groups}:  # known only after `optax.tree_map_params`
-            raise other_transformation(f"groups {list(state.groups)}", f"groups {list(state.plan.names)}")
         plans: GroupPlans = state.current_plan
         if gradient_of is None:
             call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)

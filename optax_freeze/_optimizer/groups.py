@@ -16,14 +16,16 @@ from optax_freeze._optimizer.no_update import zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Choice, Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.plan_digest import Line
 from optax_freeze._spec.resolve import Tied, plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
+from optax_freeze._spec.static_node import register_as_static
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._spec.untrainable import refuse_untrainable
 
 
-@jax.tree_util.register_static
+@register_as_static
 @dataclasses.dataclass(frozen=True)
 class GroupPlans:
     """The plans of all groups for given parameters, all about the same leaves: what a state holds as its spec."""
@@ -38,9 +40,25 @@ class GroupPlans:
         return hash(self.names)
 
     @property
+    def is_placeholder(self) -> bool:
+        """Whether they were made for the placeholder of ``optax.tree_map_params``."""
+        return self.everything.is_placeholder
+
+    @property
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves of the parameters."""
         return self.everything.leaves
+
+    @property
+    def lines(self) -> list[Line]:
+        """What is compared where a state is read: what each group owns, and the conditions."""
+        found = []
+        for name, plan in zip([*self.names, None], self.plans, strict=True):
+            group = "no group" if name is None else f"the group {name!r}"
+            for line in map(plan.line, plan.own):
+                found.append(Line(line.path, f"in {group}, {line.told}", (name, line.exact)))
+        of_groups = zip(self.names, self.conditions, strict=True)
+        return found + [Line(name, str(condition), condition.recorded) for name, condition in of_groups]
 
     def without_masks(self) -> "GroupPlans":
         """The static part of the plans."""
@@ -136,6 +154,7 @@ def make_group_plans(
                     fix=f"name the other group by a selector: fz.path({name!r})",
                 )
             made[name] = group, plan
+    latest = latest if everything.is_placeholder else None
     if not leaves:
         by_key = {group.name: group for group in groups}
         keys = [group.name for group in groups if not group.each] if latest is None else latest.keys

@@ -13,12 +13,12 @@ class AcceptedPlans:
     """The plans of states that a transformation made in ``init`` or has compared with its own spec.
 
     It is kept in the closure of the transformation and changes what is compared, never what is computed. Only
-    ``optax.tree_map_params``, which calls ``init`` with a placeholder, needs the latest plan to make a state like it.
+    ``optax.tree_map_params``, which calls ``init`` with a placeholder, needs to know what the latest state was like.
     """
 
-    def __init__(self, kind: type, make: Callable[[PyTree], Any], refuse_other: Callable[[Any, PyTree], None]) -> None:
-        """``make(tree)`` makes a plan; ``refuse_other(plan, tree)`` raises if a plan is not that of the spec."""
-        self._kind, self._make, self._refuse_other = kind, make, refuse_other
+    def __init__(self, kind: type, refuse_other: Callable[[Any, PyTree], None]) -> None:
+        """``refuse_other(plan, tree)`` raises if a plan is not that of the spec."""
+        self._kind, self._refuse_other = kind, refuse_other
         self._plans = collections.deque([None], maxlen=8)
 
     @property
@@ -28,15 +28,14 @@ class AcceptedPlans:
 
     def add(self, plan: Any) -> Any:
         """Accepts a plan without a comparison."""
-        self._plans.append(plan)
+        if not plan.is_placeholder:
+            self._plans.append(plan)
         return plan
 
     def state(self, state: Any, tree: PyTree) -> Any:
-        """A state with its plan, made again for ``tree`` if it is empty, since ``optax.tree_map_params`` drops it."""
+        """The state, if its plan is that of the spec for ``tree``."""
         if not isinstance(state, self._kind):
             raise other_transformation(type(state).__name__, f"a {self._kind.__name__}")
-        if not state.plan.leaves:
-            return state._replace(plan=self._make(tree))
         if not any(state.plan is plan for plan in self._plans):
             self._refuse_other(state.plan, tree)
             self.add(state.plan)

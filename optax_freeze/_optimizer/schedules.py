@@ -13,7 +13,7 @@ from optax_freeze._spec.selectors import distinct
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Schedule:
+class NamedSchedule:
     """A function of the step, equal to any other that the same call makes."""
 
     call: str
@@ -44,7 +44,7 @@ def unfreeze_at(step: int) -> Callable[[Any], Any]:
       [True, True, False, False]
     """
     step = _updates("step", step)
-    return _Schedule(f"fz.unfreeze_at({step})", functools.partial(operator.gt, step))
+    return NamedSchedule(f"fz.unfreeze_at({step})", functools.partial(operator.gt, step))
 
 
 def freeze_at(step: int) -> Callable[[Any], Any]:
@@ -65,7 +65,7 @@ def freeze_at(step: int) -> Callable[[Any], Any]:
       [False, False, True, True]
     """
     step = _updates("step", step)
-    return _Schedule(f"fz.freeze_at({step})", functools.partial(operator.le, step))
+    return NamedSchedule(f"fz.freeze_at({step})", functools.partial(operator.le, step))
 
 
 def alternate(period: int, offset: int = 0) -> Callable[[Any], Any]:
@@ -89,7 +89,7 @@ def alternate(period: int, offset: int = 0) -> Callable[[Any], Any]:
     """
     period, offset = _updates("period", period, 1), _updates("offset", offset)
     call = f"fz.alternate({period}{f', offset={offset}' if offset else ''})"
-    return _Schedule(call, functools.partial(_alternate, period, offset))
+    return NamedSchedule(call, functools.partial(_alternate, period, offset))
 
 
 def _alternate(period: int, offset: int, step: Any) -> Any:

@@ -5,7 +5,6 @@ It is made once, in ``init``, and not again for the updates, whose leaves may be
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,33 +16,41 @@ from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.memory_kinds import HOST, is_on_host
+from optax_freeze._spec.plan_digest import Line
 from optax_freeze._spec.selection import (
     FROZEN,
     TRAINABLE,
     DenseMask,
+    DynamicRowIndex,
     RowIndex,
     RowSelection,
     Selection,
 )
+from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
+from optax_freeze._spec.static_node import is_placeholder, register_as_static
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
-@jax.tree_util.register_static
+@register_as_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """One selection per leaf of the parameters; an optimizer state keeps the arrays of masks beside it.
 
-    A plan without leaves equals any other, and all have the same hash: ``optax.tree_map_params`` maps the state of a
-    placeholder together with the real one, which JAX allows only if their nodes are equal.
+    Plans are equal if they have the same leaves, of which the same elements train, in whatever containers.
     """
 
     leaves: tuple[Leaf, ...]
     selections: tuple[Selection, ...]
     treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
     variables: bool = False  # NNX variables: `update` is given their values, in other containers
+
+    @functools.cached_property
+    def is_placeholder(self) -> bool:
+        """Whether it was made for the placeholder of ``optax.tree_map_params``."""
+        return is_placeholder(self.treedef)
 
     @functools.cached_property
     def own(self) -> list[int]:
@@ -65,6 +72,22 @@ class Plan:
     def has_parts(self) -> bool:
         """Whether the trainable part has a ``Part`` among its leaves."""
         return any(index is not None for index in self.part_indices)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether a state keeps an array for a selection."""
+        return any(isinstance(selection, (DenseMask, DynamicRowIndex)) for selection in self.selections)
+
+    @property
+    def lines(self) -> list[Line]:
+        """What is compared where a state is read."""
+        return list(map(self.line, range(len(self.leaves))))
+
+    def line(self, i: int) -> Line:
+        """The shape of a leaf, and which of its elements train."""
+        leaf, selection = self.leaves[i], self.selections[i]
+        told = f"a leaf of shape {leaf.shape} that {selection}"
+        return Line(leaf.path, told, (leaf.shape, record_of(selection)))
 
     @property
     def as_spec(self) -> ResolvedSpec:
@@ -146,9 +169,7 @@ class Plan:
         if self.variables:
             fix += "; after freezing or thawing a module, create a new nnx.Optimizer (fz.migrate keeps its moments)"
         expected = [leaf.path for leaf in self.leaves]
-        extra = [leaf for leaf in _tree.leaves(tree) if leaf.path not in expected]
-        if "equinox" in sys.modules and extra and not any(leaf.inexact for leaf in extra):
-            fix += "; pass the full Equinox module in both places, or eqx.filter(model, eqx.is_inexact_array) in both"
+        fix = _tree.with_fix_of_module(fix, _tree.leaves(tree), expected)
         _tree.refuse_other_paths(_tree.paths(tree), expected, name, fix)
         if self.treedef is not None and not self.variables:
             _tree.refuse_other_structure(tree, jax.tree.unflatten(self.treedef, range(len(expected))), name, fix)
@@ -204,12 +225,10 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        if self is other or not self.leaves or not other.leaves:
-            return True
-        return (self.selections, self.leaves) == (other.selections, other.leaves)
+        return self is other or (self.selections, self.leaves) == (other.selections, other.leaves)
 
     def __hash__(self) -> int:
-        return hash(Plan)
+        return len(self.leaves)  # that of all leaves would take time at each call of a jitted function
 
     def __reduce__(self) -> Any:
         return Plan, (self.leaves, self.selections, None, self.variables)

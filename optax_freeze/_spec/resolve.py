@@ -15,6 +15,7 @@ from optax_freeze._errors import described, message, refuse_unknown_choice, type
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import ElementMask, choice_of
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.plan_digest import digest_of, refuse_other_plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
@@ -81,13 +82,18 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
 
 class FreezeWarning(UserWarning):
-    """The warning that patterns, a selector or a function freeze nothing or everything.
+    """The warning that a call will not do what was written.
 
-    It is emitted by :func:`optax_freeze.partition`, and by the ``init`` of :func:`optax_freeze.freeze` and
-    :func:`optax_freeze.masked_zero_updates`. If nothing is frozen, it is also emitted by
-    :func:`optax_freeze.assert_frozen`, :func:`optax_freeze.fingerprint`, :func:`optax_freeze.audit` and
-    :func:`optax_freeze.audit_step`, and by ``freeze``, ``Frozen`` and ``trainable`` of ``optax_freeze.nnx``. Not for
-    bools, trees and :func:`optax_freeze.spec_of`, nor for parameters with ``optax.MaskedNode()``.
+    It is emitted if patterns, a selector or a function freeze nothing or everything, by :func:`optax_freeze.partition`,
+    and by the ``init`` of :func:`optax_freeze.freeze` and :func:`optax_freeze.masked_zero_updates`. If nothing is
+    frozen, it is also emitted by :func:`optax_freeze.assert_frozen`, :func:`optax_freeze.fingerprint`,
+    :func:`optax_freeze.audit` and :func:`optax_freeze.audit_step`, and by ``freeze``, ``Frozen`` and ``trainable`` of
+    ``optax_freeze.nnx``. Not for bools, trees and :func:`optax_freeze.spec_of`, nor for parameters with
+    ``optax.MaskedNode()``.
+
+    It is also emitted by the ``init`` of these and of :func:`optax_freeze.freeze_when` if one array is at two paths
+    that both train, since they will differ, and for frozen NumPy arrays that ``jax.jit`` converts; and by
+    ``checkpoint.restore`` for masks and dynamic rows that differ from those of the template.
 
     Example:
       >>> import warnings, optax_freeze as fz
@@ -157,11 +163,17 @@ def warn_of_no_proof(plan: Plan, params: PyTree, frozen: Spec, *, stacklevel: in
 
 
 def register_with_flax(static: type = Plan) -> None:
-    """Teaches ``flax.serialization``, if Flax is loaded, to pass a static node by, and to store a ``Part``."""
+    """Teaches ``flax.serialization``, if Flax is loaded, to store the digest of a plan, and a ``Part``."""
     serialization = sys.modules.get("flax.serialization")
     if serialization is not None:
         register = functools.partial(serialization.register_serialization_state, override=True)
-        register(static, lambda _: {}, lambda target, _: target)
+
+        def compared(plan: Any, state: Any) -> Any:
+            fix = "read it into the state of the old optimizer, then state = fz.migrate(state, tx, params)"
+            refuse_other_plan(plan, state.get("digest", ()), "the state that is read", fix)
+            return plan
+
+        register(static, lambda plan: {"digest": digest_of(plan)}, compared)
 
         def restored(part: Part, state: Any) -> Part:
             return dataclasses.replace(part, values=serialization.from_state_dict(part.values, state["values"]))

@@ -257,6 +257,7 @@ class ResolvedSpec(Selector):
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
         fix = "use the spec of the state that belongs to these parameters"
+        fix = _tree.with_fix_of_module(fix, leaves, self.paths)
         _tree.refuse_other_paths([leaf.path for leaf in leaves], self.paths, repr(self), fix)
         return list(self.choices)
 

@@ -3,9 +3,13 @@
 A gradient of dynamic rows does not contain their numbers: a leaf of integers would break ``jax.grad`` and norms. Its
 source has them, and whether they were read from an optimizer state. At the border of a program, where JAX
 keeps the objects of one call for all calls with equal static data, it forgets the numbers.
+
+Where the numbers are traced or forgotten, the order of events tells: rows that ``fz.replace_masks`` put into a state
+after a gradient was computed are not those of the gradient.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -15,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
+from optax_freeze._spec.array_notes import ArrayNotes
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import Part, is_masked_node
 
@@ -25,15 +30,40 @@ class Source:
 
     of_state: bool  # whether they were read from an optimizer state, and are not a constant of the program
     array: Any = dataclasses.field(default=None, compare=False, repr=False)  # None if unknown or traced
-    trace: Any = dataclasses.field(default=None, compare=False, repr=False)  # in which `array` is known
+    trace: Any = dataclasses.field(default=None, compare=False, repr=False)  # in which the other fields are known
+    time: int = dataclasses.field(default=0, compare=False, repr=False)  # when the `Part` was there at the latest
 
     def around(self, children: Any) -> "Source":
         """The source of a ``Part`` with these children: as an argument of another program it may have other rows."""
-        is_traced = self.array is not None and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(children))
-        return Source(self.of_state) if is_traced and self.trace != _current_trace() else self
+        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(children))
+        if self.trace == _current_trace() if is_traced else self.array is not None:
+            return self
+        return Source.now(self.of_state)
+
+    @classmethod
+    def now(cls, of_state: bool, array: Any = None) -> "Source":
+        return cls(of_state, array, _current_trace(), next(_CLOCK))
 
     def __reduce__(self) -> Any:
-        return Source, (self.of_state,)
+        return Source.now, (self.of_state,)
+
+
+_CLOCK = itertools.count()
+_REPLACED = ArrayNotes[int]()
+"""When ``fz.replace_masks`` has put arrays into states."""
+
+
+def mark_replaced(array: Any, old: Any, *, is_new: bool) -> None:
+    """Remembers that an array of a state took the place of another just now, or, if not new, when that one did."""
+    time = next(_CLOCK) if is_new else _replaced_at(old)
+    if time >= 0:
+        _REPLACED[array] = time
+
+
+def _replaced_at(array: Any) -> int:
+    """When ``fz.replace_masks`` has made an array, -1 if it has not."""
+    time = _REPLACED.get(array)
+    return -1 if time is None else time
 
 
 def source_of(selection: Selection, beside: Any) -> Source | None:
@@ -41,8 +71,8 @@ def source_of(selection: Selection, beside: Any) -> Source | None:
     if is_masked_node(selection.array) or selection.part_index is None:
         return None
     if not is_concrete(selection.array) or not _is_readable(selection.array):
-        return Source(selection.of_state)
-    return Source(selection.of_state and not isinstance(beside, Tracer), selection.array, _current_trace())
+        return Source.now(selection.of_state)
+    return Source.now(selection.of_state and not isinstance(beside, Tracer), selection.array)
 
 
 def with_source(part: Any, selection: Selection, leaf: Any) -> Any:
@@ -66,6 +96,10 @@ def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> 
         if _same(mine.array, its.array):
             return
         what, got, expected = f"{name}: a Part of other {which}", _told(mine.array), _told(its.array)
+    elif mine.time < _replaced_at(selection.array):
+        what, got = f"{name}: a Part of other {which}", f"{which} that fz.replace_masks has replaced since"
+        expected = f"a Part of the {which} in the state"
+        fix = f"call fz.replace_masks before the gradient, or after the update; {fix}"
     elif of_one_spec or which == "elements" or (mine.of_state and its.of_state and mine.array is None):
         return
     else:

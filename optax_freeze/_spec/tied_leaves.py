@@ -26,22 +26,29 @@ def traced_from(arrays: Mapping[int, Any]) -> Iterator[None]:
         _TRACED.reset(token)
 
 
-def refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequence[Selection]) -> None:
-    """A ``ValueError`` if the same array is frozen at one path and trained at another."""
+def ties(values: Sequence[Any], leaves: Sequence[Leaf]) -> Iterator[tuple[int, int]]:
+    """For each leaf whose array is at an earlier path, too: the numbers of the first such leaf, and of this one."""
     first: dict[int, int] = {}
     traced = _TRACED.get()
     values = [traced.get(id(value), value) for value in values]
     times = collections.Counter(map(id, values))
     for i, value in enumerate(values):
-        if times[id(value)] > 1 and leaves[i].inexact and is_concrete(value):
+        if times[id(value)] > 1 and leaves[i].inexact and is_concrete(value) and value.size:
             j = first.setdefault(id(value), i)
-            if not _same(selections[i], selections[j]):
-                frozen, trains = (j, i) if selections[j] is FROZEN or selections[i] is TRAINABLE else (i, j)
-                what = "tied leaves: the same array is frozen at one path and trained at another"
-                got = f"frozen at this path, but trained (in whole or in part) at {leaves[trains].path}"
-                expected = "tied leaves frozen together or trained together"
-                fix = 'freeze both or neither, copy the array, or pass tied="ignore"'
-                raise value_error(what, at=leaves[frozen].path, got=got, expected=expected, fix=fix)
+            if i != j:
+                yield j, i
+
+
+def refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequence[Selection]) -> None:
+    """A ``ValueError`` if the same array is frozen at one path and trained at another."""
+    for j, i in ties(values, leaves):
+        if not _same(selections[i], selections[j]):
+            frozen, trains = (j, i) if selections[j] is FROZEN or selections[i] is TRAINABLE else (i, j)
+            what = "tied leaves: the same array is frozen at one path and trained at another"
+            got = f"frozen at this path, but trained (in whole or in part) at {leaves[trains].path}"
+            expected = "tied leaves frozen together or trained together"
+            fix = 'freeze both or neither, copy the array, or pass tied="ignore"'
+            raise value_error(what, at=leaves[frozen].path, got=got, expected=expected, fix=fix)
 
 
 def _same(a: Selection, b: Selection) -> bool:

@@ -371,6 +371,15 @@ def refuse_other_paths(got: Sequence[str], expected: Sequence[str], name: str, f
     raise value_error(what, at=at, got=sizes[0] + more, expected=sizes[1] + also, fix=fix)
 
 
+def with_fix_of_module(fix: str, got: Sequence[Leaf], paths: Sequence[str]) -> str:
+    """A fix, with that for an Equinox module of which a state has a filtered tree: no leaf that it lacks can train."""
+    extra = [leaf for leaf in got if leaf.path not in paths]
+    if "equinox" not in sys.modules or not extra or any(leaf.inexact for leaf in extra):
+        return fix
+    both = "pass the full Equinox module in both places, state = tx.init(model)"
+    return f"{fix}; {both}, or eqx.filter(model, eqx.is_inexact_array) in both"
+
+
 def is_variable(node: Any) -> bool:
     """Whether ``node`` is an NNX variable, found without importing Flax."""
     return isinstance(node, getattr(sys.modules.get("flax.nnx"), "Variable", ()))

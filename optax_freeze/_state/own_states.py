@@ -38,3 +38,13 @@ def outermost_states(tree: PyTree, kinds: Kinds = OWN) -> Iterator[tuple[str, An
     """The states of some kinds in a tree that are in no other one, with their paths."""
     nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))[0]
     return ((_tree.keystr(key), node) for key, node in nodes if isinstance(node, kinds))
+
+
+def masks_in(state: PyTree) -> list[tuple[str, Any]]:
+    """The arrays of masks and of dynamic rows in a state, with the paths of their leaves."""
+    found = []
+    for own in states_in(state):
+        for holder in [own] if isinstance(own, FreezeState) else own.groups.values():
+            walk = _tree.walk(holder.masks)
+            found += [each for each in zip(walk.paths, walk.values, strict=True) if not _tree.is_masked_node(each[1])]
+    return found

@@ -20,10 +20,11 @@ from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, first_match
 from optax_freeze._spec.sharding import copy_like
+from optax_freeze._spec.source import mark_replaced
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.carry import Carry
 from optax_freeze._state.entries import entries_of
-from optax_freeze._state.own_states import states_in
+from optax_freeze._state.own_states import masks_in, states_in
 from optax_freeze._state.row_axes import init_shapes
 
 
@@ -111,7 +112,10 @@ def replace_masks(
         for entry, old in zip(entries, old_entries, strict=True)
     ]
     values = Carry(entries, old_entries, sources, tx, params).values()
-    return jax.tree.unflatten(structure, map(_placed_as, values, arrays))
+    replaced = jax.tree.unflatten(structure, map(_placed_as, values, arrays))
+    for (path, array), (_, before) in zip(masks_in(replaced), masks_in(state), strict=True):
+        mark_replaced(array, before, is_new=path in new)
+    return replaced
 
 
 def _new_arrays(plans: Plan | GroupPlans, old: Any, new: Mapping[str, Any]) -> list[Any]:

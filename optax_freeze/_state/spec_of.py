@@ -58,11 +58,7 @@ def spec_of(state: optax.OptState) -> Selector:
             "one fz.freeze around the whole optimizer, also around fz.freeze_when or optax.multi_transform",
         )
         if not states and not scheduled:
-            what, fix = (
-                "the state contains no spec",
-                "tx = fz.freeze(optimizer, frozen), state = tx.init(params)"
-                " (optax.tree_map_params drops the spec until the next update)",
-            )
+            what, fix = "the state contains no spec", "tx = fz.freeze(optimizer, frozen), state = tx.init(params)"
         got = f"{len(states)} states of fz.freeze or fz.masked_zero_updates, {len(scheduled)} of fz.freeze_when"
         expected = "one, or several of fz.freeze with the same spec"
         raise value_error(what, at="state", got=got, expected=expected, fix=fix)
@@ -104,4 +100,4 @@ def _spec_of_masked(state: optax.OptState) -> Selector | None:
 def _states(state: optax.OptState, kind: type) -> list[Any]:
     """The states of a kind that are in no other one; a builtin looks for them, since many groups have many nodes."""
     found = jax.tree.leaves(state, is_leaf=kind.__instancecheck__)
-    return [x for x in found if isinstance(x, kind) and x.plan.leaves]  # type: ignore[attr-defined]
+    return [x for x in found if isinstance(x, kind)]

@@ -14,6 +14,7 @@ import numpy as np
 from optax_freeze._errors import is_array, message, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.module_parameters import parameters_of_modules, plan_of_parameters
+from optax_freeze._spec.numpy_leaves import AS_ARRAYS_OF_JAX, dtype_in_jax, is_converted
 from optax_freeze._spec.resolve import Spec, warn_of_no_proof
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.selector_algebra import Selector
@@ -88,6 +89,9 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         got = "bits that differ between `before` and `after`"
         expected = "the same bits in all frozen leaves and elements"
         fix = "put the whole optimizer inside fz.freeze; fz.audit(params, frozen, tx) finds the cause"
+        by_jax = [is_converted(old) and dtype_in_jax(old.dtype) == new.dtype for _, (old, new, _), _ in moved]
+        if any(by_jax):
+            fix = AS_ARRAYS_OF_JAX if all(by_jax) else f"{AS_ARRAYS_OF_JAX}; {fix}"
         raise AssertionError(message(what, at=told, got=got, expected=expected, fix=fix))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from optax_freeze._errors import counted, described, is_array, is_int, type_error, value_error
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.numpy_leaves import AS_ARRAYS_OF_JAX, dtype_in_jax
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import TRAINABLE, Selection
 from optax_freeze._spec.selection_record import record_of, selection_of
@@ -22,6 +23,7 @@ from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.bits import LANES
 from optax_freeze._verify.fingerprint import as_texts, digests
 
+_DIGITS = frozenset("0123456789abcdef")
 FORMAT = 1
 """The version of the form of a record. It is increased when older releases would misread a record."""
 
@@ -55,6 +57,11 @@ class Field:
 
     def text(self) -> str:
         return self.checked("a string", lambda value: isinstance(value, str))
+
+    def digits(self) -> bytes:
+        """The bytes that are written as hexadecimal digits."""
+        is_valid = lambda value: isinstance(value, str) and not len(value) % 2 and not set(value) - _DIGITS  # noqa: E731
+        return bytes.fromhex(self.checked("pairs of hexadecimal digits", is_valid))
 
     def flag(self) -> bool:
         return self.checked("true or false", lambda value: isinstance(value, bool))
@@ -171,7 +178,7 @@ def _leaf_of_json(leaf: Field) -> LeafRecord:
 
 
 def _is_fingerprint(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 8 * LANES and not set(value) - set("0123456789abcdef")
+    return isinstance(value, str) and len(value) == 8 * LANES and not set(value) - _DIGITS
 
 
 def refuse_newer(record: Field, where: str, what: str) -> None:
@@ -193,8 +200,18 @@ def refuse_other_arrays(saved: Sequence[Any], got: Sequence[Any], name: str, whe
     _tree.refuse_other_paths([new.path for new in got], [old.path for old in saved], name, fix)
     for new, old in zip(got, saved, strict=True):
         if told(new) != told(old):
+            fix = _fix_of_dtype(new.struct, old.struct) or fix
             what = f"{name}: a leaf differs from {where}"
             raise value_error(what, at=new.path, got=told(new), expected=told(old), fix=fix)
+
+
+def _fix_of_dtype(new: Any, old: Any) -> str:
+    """The fix if one of two arrays was of NumPy, and the other is what JAX makes of it."""
+    if new is None or old is None or new.dtype == old.dtype:
+        return ""
+    if dtype_in_jax(new.dtype) == old.dtype:
+        return f"{AS_ARRAYS_OF_JAX}, and here"
+    return "give the NumPy arrays that were saved" if dtype_in_jax(old.dtype) == new.dtype else ""
 
 
 def refuse_other_selections(

@@ -11,6 +11,7 @@ from jax.core import Tracer
 from optax_freeze._errors import is_array
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.module_parameters import parameters_of_modules, plan_of_parameters
+from optax_freeze._spec.numpy_leaves import as_in_jax
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, warn_of_no_proof
 from optax_freeze._spec.selection import FROZEN, Selection
@@ -26,7 +27,8 @@ def fingerprint(params: PyTree, frozen: Spec) -> jax.Array:
     leaf. It does not depend on the containers, on the form of a mask (rows, or the same rows as a boolean array), on
     sharding, device, ``jit`` or 64-bit mode, or on trainable elements. Trainable leaves, empty leaves and
     ``MaskedNode`` contribute nothing, so ``rest`` of :func:`optax_freeze.partition` has the fingerprint of the full
-    parameters. A Python float or complex number counts as the array that JAX makes of it, of 64 bits in 64-bit mode.
+    parameters. A Python float or complex number, and a NumPy array of 64-bit numbers, count as the array that JAX makes
+    of them, of 64 bits in 64-bit mode.
     Any other leaf that is not an array contributes its path, and the value of an int, a bool or a string, the name of a
     function, or the type of any other object.
 
@@ -77,6 +79,7 @@ def digests(params: PyTree, plan: Plan) -> dict[str, Any]:
     """The contribution of each frozen leaf to each lane of the fingerprint, by path."""
     found = {}
     for path, (value, selection) in frozen_leaves(plan, _tree.flatten(params)[0], "params", traced=True).items():
+        value = as_in_jax(value)
         if not is_array(value):
             found[path] = _bits.hashed("object", path, _name(value))
         else:

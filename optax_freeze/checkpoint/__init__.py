@@ -136,9 +136,9 @@ def save(
     _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
     leaves = functools.partial(base_record.leaf_records, params, plan)
-    _refuse_different_processes("the spec", lambda: _record.Record(leaves(fingerprints=False), None, {}))
+    _refuse_different_processes("the spec", lambda: _record.Record(leaves(fingerprints=False), None, (), {}))
     state = None if opt_state is None else _record.state_records(opt_state)
-    record = _record.Record(leaves(), state, {})
+    record = _record.Record(leaves(), state, _record.digests_of(opt_state), {})
     _refuse_different_processes("the frozen bits", lambda: record)
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _record.flatten_state(opt_state)[0]}
     written = {item: {n: array for n, array in _arrays(flat).items() if np.size(array)} for item, flat in nodes.items()}
@@ -178,7 +178,9 @@ def restore(
       step: the number of the checkpoint, or None for the latest.
       opt_state: a template of the optimizer state, ``tx.init(params)`` or its shapes, with shardings if these are to
         be other than on the device of the parameters; or None.
-      frozen: a spec to compare with the spec of the checkpoint, or None.
+      frozen: a spec to compare with the spec of the checkpoint, or None. Without it, a
+        :class:`~optax_freeze.FreezeWarning` names the masks and dynamic rows in ``opt_state`` that differ from those of
+        the checkpoint, which are restored.
 
     Returns:
       ``(params, opt_state)``: the full parameters, and the optimizer state or None.
@@ -231,15 +233,20 @@ def restore(
             fix = "restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)"
             given = make_plan(params, frozen).selections
             base_record.refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
-        expected = "the parameters at the start of the run"
-        fix = "load the same base; if the run changed frozen leaves, fz.audit(params, frozen, tx) finds the cause"
+        expected = "the frozen bits that the parameters had in checkpoint.save"
+        fix = (
+            "load the base that was there; frozen leaves that were changed on purpose (LoRA was merged) are not in a"
+            " checkpoint unless checkpoint.save(directory, params, False, step=...); if the optimizer did, see fz.audit"
+        )
         now = base_record.leaf_records(params, plan)
         base_record.refuse_other_base(record.leaves, now, "the checkpoint", expected, fix)
         if opt_state is not None:
-            _record.refuse_other_state(record.opt_state, opt_state, at)
+            _record.refuse_other_state(record, opt_state, at)
         parts = read("trainable", paths, jax.eval_shape(lambda: plan.take(values)), values)
         nodes, structure = _record.flatten_state(opt_state)
         state = jax.tree.unflatten(structure, read("opt_state", _record.paths_of_state(opt_state), nodes, nodes))
+    if frozen is None:
+        _record.warn_of_other_masks(opt_state, state)
     new = [selection.put(value, part) for selection, value, part in zip(plan.selections, values, parts, strict=True)]
     return jax.tree.unflatten(treedef, new), state
 

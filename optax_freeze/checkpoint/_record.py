@@ -7,23 +7,28 @@ shapes, and not always; and with the arrays that Orbax reads, for which it has n
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from optax_freeze._errors import counted, in_one_line, is_int, value_error
+from optax_freeze._errors import counted, in_one_line, is_concrete, is_int, message, value_error
+from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of, elements
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.plan_digest import digest_of, refuse_other_plan
+from optax_freeze._spec.resolve import FreezeWarning
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, Selection
 from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Part, PyTree
-from optax_freeze._state.entries import entries_of
-from optax_freeze._state.own_states import states_in
+from optax_freeze._state.own_states import masks_in
 from optax_freeze._verify import base_record
 from optax_freeze._verify.fingerprint import array_digest, as_texts
 
@@ -59,13 +64,15 @@ Written: TypeAlias = Mapping[str, Mapping[str, ArrayRecord]]
 class Record:
     leaves: Sequence[base_record.LeafRecord]
     opt_state: Sequence[StateRecord] | None
+    plans: Sequence[bytes]  # the digests of those in the state
     written: Written
 
     def as_json(self) -> dict[str, Any]:
         leaves, state = ([x.as_json() for x in each or ()] for each in (self.leaves, self.opt_state))
         state = None if self.opt_state is None else state
         written = {item: {n: x.as_json() for n, x in arrays.items()} for item, arrays in self.written.items()}
-        return {"format": base_record.FORMAT, "leaves": leaves, "opt_state": state, "written": written}
+        plans = [digest.hex() for digest in self.plans]
+        return {"format": base_record.FORMAT, "leaves": leaves, "opt_state": state, "plans": plans, "written": written}
 
 
 def array_records(arrays: Mapping[str, Any]) -> dict[str, ArrayRecord]:
@@ -114,16 +121,24 @@ def paths_of_state(opt_state: PyTree) -> list[str]:
 
 
 def state_records(opt_state: PyTree) -> list[StateRecord]:
-    shapes = {leaf.path: leaf.shape for state in states_in(opt_state) for leaf in state.plan.leaves}
-    nodes = [entry.value for entry in entries_of(opt_state, shapes) for _ in entry.arrays]
-    pairs = zip(paths_of_state(opt_state), flatten_state(opt_state)[0], strict=True)
-    own = [(path, _tree.bare(node)) for path, node in pairs if jax.tree.leaves(node)]
     records = []
-    for (path, array), node in zip(own, nodes, strict=True):
-        index = node.index if isinstance(node, Part) else None
-        part = record_of(index) if isinstance(index, Selection) else index
-        records.append(StateRecord(path, jax.ShapeDtypeStruct(np.shape(array), jax.numpy.result_type(array)), part))
+    for path, node in zip(paths_of_state(opt_state), flatten_state(opt_state)[0], strict=True):
+        array = _tree.bare(node)
+        if not _tree.is_masked_node(array):
+            index = node.index if isinstance(node, Part) else None
+            part = record_of(index) if isinstance(index, Selection) else index
+            records.append(StateRecord(path, jax.ShapeDtypeStruct(np.shape(array), jnp.result_type(array)), part))
     return records
+
+
+def digests_of(opt_state: PyTree) -> list[bytes]:
+    return [digest_of(plan).tobytes() for plan in _plans_of(opt_state)]
+
+
+def _plans_of(opt_state: PyTree) -> list[Any]:
+    kinds = Plan, GroupPlans
+    found = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
+    return [node for node in found if isinstance(node, kinds)]
 
 
 def mask_struct(leaf: base_record.LeafRecord) -> Any:
@@ -132,7 +147,7 @@ def mask_struct(leaf: base_record.LeafRecord) -> Any:
         assert leaf.struct is not None
         return jax.ShapeDtypeStruct(leaf.struct.shape, bool)
     if isinstance(leaf.selection, DynamicRowIndex):
-        return jax.ShapeDtypeStruct((leaf.selection.count,), jax.numpy.int32)
+        return jax.ShapeDtypeStruct((leaf.selection.count,), jnp.int32)
     return _tree.MASKED_NODE
 
 
@@ -175,7 +190,9 @@ def read_record(step: str) -> Record:
         }
         for item, arrays in items.items()
     }
-    return Record(leaves, None if state.value is None else [_state_of_json(x) for x in state.items("arrays")], written)
+    plans = [digest.digits() for digest in record["plans"].items("digests")]
+    state = None if state.value is None else [_state_of_json(x) for x in state.items("arrays")]
+    return Record(leaves, state, plans, written)
 
 
 def damaged(step: str, field: str, got: str, expected: str) -> ValueError:
@@ -191,11 +208,32 @@ def _state_of_json(array: base_record.Field) -> StateRecord:
     return StateRecord(array["path"].text(), array.struct(), part)
 
 
-def refuse_other_state(saved: Sequence[StateRecord] | None, template: PyTree, at: str) -> None:
-    if saved is None:
+def refuse_other_state(saved: Record, template: PyTree, at: str) -> None:
+    if saved.opt_state is None:
         got = "a template of an optimizer state"
         expected = "opt_state=None, since no state was given to checkpoint.save"
         fix = "create a new state: tx.init(params)"
         raise value_error("no optimizer state in the checkpoint", at=at, got=got, expected=expected, fix=fix)
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
-    base_record.refuse_other_arrays(saved, state_records(template), "opt_state", "the checkpoint", fix)
+    base_record.refuse_other_arrays(saved.opt_state, state_records(template), "opt_state", "the checkpoint", fix)
+    plans = _plans_of(template)
+    for plan, digest in zip(plans, saved.plans, strict=False):
+        refuse_other_plan(plan, np.frombuffer(digest, np.uint8), "opt_state: the state in the checkpoint", fix)
+    if len(plans) != len(saved.plans):
+        got, expected = (counted(len(each), "spec", "specs") for each in (plans, saved.plans))
+        raise value_error("opt_state: not the state in the checkpoint", at=at, got=got, expected=expected, fix=fix)
+
+
+def warn_of_other_masks(template: PyTree, state: PyTree) -> None:
+    """A :class:`FreezeWarning` if masks or row numbers of a template differ from those of the state that was read."""
+    pairs = zip(masks_in(template), masks_in(state), strict=True)
+    differ = [path for (path, old), (_, new) in pairs if is_concrete(old) and not jnp.array_equal(old, new)]
+    if differ:
+        text = message(
+            "the masks or rows in the checkpoint differ from those of `opt_state`",
+            at=list(dict.fromkeys(differ))[:3],
+            got=f"{counted(len(differ), 'mask', 'masks')} of the run that was saved, which the restored state has",
+            expected="those of `opt_state`, unless fz.replace_masks changed them during the run",
+            fix="to keep them, opt_state=jax.eval_shape(tx.init, params); for others, then fz.replace_masks",
+        )
+        warnings.warn(text, FreezeWarning, stacklevel=3)

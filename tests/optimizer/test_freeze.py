@@ -6,6 +6,7 @@ import itertools
 import pickle
 
 import chex
+import equinox as eqx
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import optimizers
 import orbax.checkpoint as ocp
 import pytest
 from conftest import bits
+from flax import nnx
 
 import optax_freeze as fz
 
@@ -56,6 +58,25 @@ def test_awkward_leaves_keep_their_bits(awkward, make):
 
 
 class TestFreeze:
+    @pytest.mark.parametrize("part", [False, fz.rows([0]), np.eye(2, dtype=bool), fz.rows(jnp.array([1]))])
+    def test_one_array_at_two_paths_that_both_train(self, part):
+        tied, pair = dict.fromkeys("ab", jnp.ones((2, 2))), {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+        make = lambda part, **tied: fz.freeze(optax.sgd(0.1), {"a": part, "b": part}, **tied)  # noqa: E731
+        with pytest.warns(fz.FreezeWarning, match=r"both train: they will differ(.|\n)*at: a\n +b\n"):
+            make(part).init(tied)
+        for tx, params in ((make(part, tied="ignore"), tied), (make(True), tied), (make(part), pair)):
+            tx.init(params)
+
+    def test_what_keeps_a_tie(self):
+        variable, keys = nnx.Param(jnp.ones(2)), jax.random.split(jax.random.key(0))
+        layers = [eqx.nn.Linear(2, 2, key=key) for key in keys]
+        for params in (
+            nnx.state(nnx.Dict(a=nnx.Dict(w=variable), b=nnx.Dict(w=variable)), nnx.Param),
+            eqx.nn.Shared(layers, lambda pair: pair[0].weight, lambda pair: pair[1].weight),
+            dict.fromkeys("ab", jnp.ones(0)),
+        ):
+            fz.freeze(optax.sgd(0.1), False).init(params)
+
     @pytest.mark.parametrize("full_updates", [True, False])
     def test_gradients_and_updates_of_either_structure(self, params, frozen, full_updates):
         tx = fz.freeze(optax.sgd(0.1), frozen, full_updates=full_updates)
@@ -221,13 +242,30 @@ class TestTheStateTravels:
         for copied in (by_orbax, by_flax, pickle.loads(pickle.dumps(state)), copy.deepcopy(state), mapped):
             assert bits(copied) == bits(state)
             assert bits(update(grads, copied, params)) == bits(expected)
-            if copied is not mapped:
-                assert jax.tree.structure(copied) == jax.tree.structure(state)
+            assert jax.tree.structure(copied) == jax.tree.structure(state)
         names = optax.tree_map_params(tx, lambda _: "param", state, transform_non_params=lambda _: "other")
         assert optax.tree.get(names, "masks")["dense"] == "param"
         assert optax.tree.get(names, "count") == "other"
-        after = update(grads, mapped, params)[1]
-        assert bits(fz.partition(params, fz.spec_of(after))[0]) == bits(fz.partition(params, PARTS)[0])
+        assert bits(fz.partition(params, fz.spec_of(mapped))[0]) == bits(fz.partition(params, PARTS)[0])
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda spec: fz.freeze(optax.adam(0.1), fz.rules(spec)),
+            lambda spec: fz.freeze(optax.adam(0.1), lambda params: {**dict.fromkeys(params, False), **spec}),
+            lambda spec: fz.freeze_when(optax.adam(0.1), {name: (mask, True) for name, mask in spec.items()}),
+        ],
+    )
+    def test_equal_plans_are_those_of_one_spec(self, make):
+        """`jax.jit` returns the plan of the first state that it was called with for all that are equal."""
+        txs = [make({"dense": np.eye(6, 2, shift, dtype=bool), "rows": fz.rows([shift])}) for shift in (0, 1)]
+        states = [tx.init(self.params) for tx in txs]
+        mapped = [optax.tree_map_params(tx, jnp.zeros_like, state) for tx, state in zip(txs, states, strict=True)]
+        of_nothing = fz.freeze(optax.adam(0.1), False).init({})
+        plans = [state.plan for state in (*states, of_nothing, *mapped)]
+        assert [[a == b for b in plans] for a in plans] == [[i % 3 == j % 3 for j in range(5)] for i in range(5)]
+        same = jax.jit(lambda state: state)
+        assert all(same(state).plan == state.plan for state in (*mapped, *states, of_nothing))
 
     def test_by_flax_with_labels_by_leaf(self):
         """A `Part` in the state holds a `MaskedNode`."""

@@ -137,7 +137,8 @@ class TestGroups:
         tied = dict.fromkeys("ab", jnp.ones(2))
         with pytest.raises(ValueError, match="the same array is frozen at one path"):
             fz.freeze_when(optax.sgd(0.1), {"a": True}).init(tied)
-        fz.freeze_when(optax.sgd(0.1), {"*": True}).init(tied)
+        with pytest.warns(fz.FreezeWarning, match=r"both train(.|\n)*at: a\n +b\n"):
+            fz.freeze_when(optax.sgd(0.1), {"*": True}).init(tied)
         fz.freeze_when(optax.sgd(0.1), {"a": True}, tied="ignore").init(tied)
 
     @pytest.mark.parametrize("switch", [True, False])

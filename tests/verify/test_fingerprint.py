@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
+from optax_freeze import checkpoint
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._verify import bits as _bits
 
@@ -99,16 +100,40 @@ class TestFingerprint:
         digests = jax.jit(jax.vmap(lambda d: fz.fingerprint(jax.random.wrap_key_data(d), False)))(changed)
         assert (digests != fz.fingerprint(jax.random.wrap_key_data(data), False)).all()
 
-    @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.complex128])
-    def test_64_bits_of_numpy_with_and_without_64_bit_mode(self, dtype):
-        leaf = np.array([2.0**40]).astype(dtype)
-        changed, _ = flips(leaf)
-        digests = np.stack([fz.fingerprint({"w": w}, True) for w in changed])
-        digest = fz.fingerprint({"w": leaf}, True)
-        assert (digests != digest).all()
-        with enable_x64(True):
-            assert same(fz.fingerprint({"w": jnp.asarray(leaf)}, True), digest)
-            assert same(jax.jit(lambda p: fz.fingerprint(p, True))({"w": jnp.asarray(leaf)}), digest)
+    @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64, np.complex128])
+    @pytest.mark.parametrize("x64", [True, False])
+    def test_64_bits_of_numpy_are_those_of_the_array_that_jax_makes_of_them(self, dtype, x64):
+        with enable_x64(x64):
+            leaf = np.array([2.0**40 + 1 / 3, 3]).astype(dtype)
+            digest = lambda w: fz.fingerprint({"w": w}, True)  # noqa: E731
+            assert same(digest(leaf), digest(jnp.asarray(leaf)))
+            assert same(digest(leaf), jax.jit(digest)(leaf))
+            changed, _ = flips(leaf)
+            digests = np.stack([digest(w) for w in changed])
+            assert not x64 or (digests != digest(leaf)).all()
+
+    def test_a_frozen_numpy_array_that_a_jitted_step_converts(self, tmp_path):
+        wide = {"w": np.ones(3) / 3, "n": np.array([2**40]), "few": np.arange(2), "head": np.ones(2, np.float32)}
+        narrow = jax.tree.map(jnp.asarray, wide)
+        tx = fz.freeze(optax.sgd(0.1), "w")
+        told = r"NumPy array will not stay(.|\n)*at: n\n +w\n.*2 leaves of int64, float64\n(.|\n)*jnp\.asarray"
+        for each in (tx, fz.freeze_when(optax.sgd(0.1), {"w": True})):
+            with pytest.warns(fz.FreezeWarning, match=told):
+                each.init(wide)
+        step = jax.jit(lambda params, state: fz.update_params(tx, params, state, params)[0])
+        new = step(wide, tx.init(narrow))
+        checkpoint.save(tmp_path / "narrow", new, "w", step=0)
+        fix = r"fix: params = jax\.tree\.map\(jnp\.asarray, params\) before training"
+        with pytest.raises(AssertionError, match=fix):
+            fz.assert_frozen(wide, new, "w")
+        with pytest.raises(ValueError, match=fix):
+            checkpoint.restore(tmp_path / "narrow", wide)
+        fz.assert_frozen(narrow, new, "w")
+        checkpoint.restore(tmp_path / "narrow", narrow)
+        checkpoint.save(tmp_path / "wide", wide, "w", step=0)
+        with pytest.raises(ValueError, match="fix: give the NumPy arrays"):
+            checkpoint.restore(tmp_path / "wide", narrow)
+        checkpoint.restore(tmp_path / "wide", wide)
 
     def test_eager_and_jitted_and_in_64_bit_mode(self, awkward, odd_bits):
         for tree in (awkward, odd_bits):
