@@ -20,7 +20,7 @@ class _Placeholder:
         self.plan = plan
 
     def __eq__(self, other: object) -> bool:
-        its = other.plan if isinstance(other, _Placeholder) else other
+        its: Any = other.plan if isinstance(other, _Placeholder) else other
         if self.plan.is_placeholder:
             self.plan = its
         return self.plan == its
@@ -49,5 +49,10 @@ def is_placeholder(treedef: Any) -> bool:
 @functools.cache
 def _placeholder() -> Any:
     found = []
-    optax.tree_map_params(lambda params: found.append(jax.tree.structure(params)), lambda leaf: leaf, None)
+
+    def init(params: Any) -> tuple[()]:
+        found.append(jax.tree.structure(params))
+        return ()
+
+    optax.tree_map_params(init, lambda leaf: leaf, ())
     return found[0]

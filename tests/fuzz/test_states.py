@@ -535,7 +535,7 @@ class Training(RuleBasedStateMachine):
             base = {p: jnp.where(trains[p], 7, x).astype(x.dtype) if is_float(x) else x for p, x in self.params.items()}
             with tempfile.TemporaryDirectory() as directory:
                 checkpoint.save(directory, self.tree, frozen, step=1, opt_state=self.state)
-                params, self.state = checkpoint.restore(directory, nested(base), opt_state=template)
+                params, self.state = checkpoint.restore(directory, nested(base), opt_state=template, frozen=frozen)
             assert bits(flat(params)) == bits(self.params)
         self.compare()
         if how != "pickle":

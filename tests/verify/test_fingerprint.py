@@ -120,6 +120,7 @@ class TestFingerprint:
         for each in (tx, fz.freeze_when(optax.sgd(0.1), {"w": True})):
             with pytest.warns(fz.FreezeWarning, match=told):
                 each.init(wide)
+        fz.freeze(optax.sgd(0.1), "few").init({"w": wide["w"], "few": wide["few"]})  # it trains
         step = jax.jit(lambda params, state: fz.update_params(tx, params, state, params)[0])
         new = step(wide, tx.init(narrow))
         checkpoint.save(tmp_path / "narrow", new, "w", step=0)
