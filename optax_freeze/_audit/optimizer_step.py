@@ -5,6 +5,7 @@ Trainable elements get the gradient of a quadratic loss, which line searches can
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import is_nothing
 from optax_freeze._spec.memory_kinds import on_device, to_device
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.resolve import FreezeWarning
 from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Leaf, Part, PyTree
@@ -113,7 +115,9 @@ class OptimizerStep(Step):
 
     def _init(self, values: Mapping[int, Any]) -> optax.OptState:
         try:
-            return self.tx.init(self._tree_of(values))
+            with warnings.catch_warnings():  # these arrays will not be trained
+                warnings.filterwarnings("ignore", "a frozen NumPy array", FreezeWarning)
+                return self.tx.init(self._tree_of(values))
         except Exception as error:
             error.add_note("fz.audit: from tx.init(params)")
             raise
