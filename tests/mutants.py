@@ -74,6 +74,9 @@ _BY_FILE = {
             "-k line_search",
         ),
     ],
+    ("_gradient/grad.py", "tests/test_what_people_bring.py"): [
+        ("treedef if stored is None else _tree.flatten(stored)[1]", "treedef", "-k 'from_state and NNX'"),
+    ],
     ("_gradient/freeze_loss.py", "tests/gradient/test_freeze_loss.py"): [
         ("jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x", "x", "-k 'frozen_gradients_are and leaves'"),
         ("if isinstance(selection, DynamicRowIndex):", "if False:", "tests/test_errors.py -k 'loss and trainer'"),

@@ -219,12 +219,19 @@ def value_and_grad_from_state(
     def value_and_grad_fn(params: Tree, /, *args: Any, state: Any, **kwargs: Any) -> tuple[Any, Any]:
         plan = plan_of(params, frozen)
         values, treedef = plan.align(params, "params")
-        restricted = optax.value_and_grad_from_state(_restricted(fun, split(params, plan)[1]))
+        restricted, stored = _restricted(fun, split(params, plan)[1]), optax.tree.get(state, "grad")
+        # In the state of NNX variables a hole, or a vector, stands in place of its variable.
+        structure = treedef if stored is None else _tree.flatten(stored)[1]
+
+        def as_stored(trainable: PyTree, *args: Any, **kwargs: Any) -> Any:
+            return restricted(jax.tree.unflatten(treedef, _tree.flatten(trainable)[0]), *args, **kwargs)
+
         # Optax also returns the gradient in the state, which has arrays, or parts without a source.
         trainable = plan.trainable_leaves(values)
         if any(isinstance(node, Part) for node in _tree.flatten(state)[0]):
             trainable = dict(enumerate(plan.parts_of(plan.full(trainable))))
-        value, grads = restricted(jax.tree.unflatten(treedef, plan.full(trainable)), *args, state=state, **kwargs)
+        trainable = jax.tree.unflatten(structure, plan.full(trainable))
+        value, grads = optax.value_and_grad_from_state(as_stored)(trainable, *args, state=state, **kwargs)
         grads = plan.with_sources(plan.parts_of(_tree.flatten(grads)[0]), values)
         return value, jax.tree.unflatten(treedef, grads)
 
