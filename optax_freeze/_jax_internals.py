@@ -22,14 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
 from jax.extend.source_info_util import current_name_stack, register_exclusion, summarize, user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
-__all__ = ["ClosedJaxpr", "InconclusiveDimensionOperation", "Jaxpr", "Literal", "SymbolicZero"]
-
-InconclusiveDimensionOperation: Any = (
-    getattr(  # in JAX before 0.9, `jax.core` has it
-        jax.errors, "InconclusiveDimensionOperation", None
-    )
-    or jax.core.InconclusiveDimensionOperation
-)  # type: ignore[attr-defined]
+__all__ = ["ClosedJaxpr", "Jaxpr", "Literal", "SymbolicZero"]
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))  # the source of an operation is the user's line

@@ -7,7 +7,6 @@ compiler store it.
 import collections
 import functools
 import math
-import operator
 from typing import Any
 
 from optax_freeze._program.operations import Cost, is_cheap, rule_of
@@ -77,7 +76,7 @@ class Materialized:
 
 
 def _size(aval: Any) -> int:
-    return operator.index(math.prod(aval.shape))
+    return int(math.prod(aval.shape))  # of a symbolic size: undecided
 
 
 def _nbytes(aval: Any) -> int:

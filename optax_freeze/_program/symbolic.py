@@ -4,7 +4,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from optax_freeze._jax_internals import InconclusiveDimensionOperation
+import jax
+import jax.core
+from jax.errors import TracerArrayConversionError, TracerBoolConversionError
+
+_INCONCLUSIVE: Any = getattr(jax.errors, "InconclusiveDimensionOperation", None)  # in JAX 0.8 it is in `jax.core`
+_UNDECIDED = (
+    _INCONCLUSIVE or jax.core.InconclusiveDimensionOperation,  # type: ignore[attr-defined]
+    TracerArrayConversionError,  # such a size and an array of NumPy, or a float, make a traced array
+    TracerBoolConversionError,
+)
 
 
 def if_undecided(answer: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -15,7 +24,7 @@ def if_undecided(answer: Any) -> Callable[[Callable[..., Any]], Callable[..., An
         def decided(*args: Any) -> Any:
             try:
                 return function(*args)
-            except InconclusiveDimensionOperation:
+            except _UNDECIDED:
                 return answer
 
         return decided
