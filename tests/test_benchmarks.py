@@ -10,9 +10,13 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from benchmarks import measure, write_results
 from PIL import Image
+
+import optax_freeze as fz
 
 SCRIPTS = write_results.HERE
 WITH_A_MAIN = {path.name for path in SCRIPTS.glob("*.py") if "\ndef main(" in path.read_text()} - {"write_results.py"}
@@ -87,6 +91,88 @@ def test_a_table_is_written_with_times_in_italics_and_what_markdown_reads_escape
     assert "Nothing to see." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "is_alike"),
+    [
+        ("2,101.35 (1.00)", "2,140.2 (1.01)", True),
+        ("2,101.35", "2,146.2", False),
+        ("0.05", "0.06", True),  # rounded
+        ("1", "2", False),
+        ("5.2 + 1.3 = 6.5", "5.2 + 1.3 = 6.5: no", False),
+        ("", "1", False),
+    ],
+)
+def test_a_figure_that_is_not_the_one_that_was_written_is_named(old, new, is_alike):
+    def results(exact, label="by hand"):
+        rows = [["group", "", ""], [label, exact, "1.00"]]
+        return ["A note.", {"title": "rows", "columns": ["", "GB", "time"], "timed": ["time"], "rows": rows}]
+
+    found = write_results.differences(results(old), results(new))
+    assert found == [f"rows / group / by hand / GB: {old or 'nothing'}, now {new}"] * (not is_alike)
+    assert len(write_results.differences(results(new), results(new, "fz.grad"))) == 2
+
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="nothing to compile for TPU with")
+
+
+@needs_libtpu
+class TestSmallestCasesOfThePages:
+    """What the compiler says of rows, for shapes that it compiles in a second; `make bench` compares the pages' own."""
+
+    @pytest.fixture
+    def script(self, monkeypatch):
+        monkeypatch.syspath_prepend(str(SCRIPTS))
+        script = importlib.import_module("frozen_rows")
+        shapes = {"positions": (256, 256), "layers": (2, 256, 256), "head": (256, 8192), "bias": (8192,)}
+        arrays = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+        monkeypatch.setattr(script, "PARAMS", arrays)
+        monkeypatch.setattr(script, "MATRIX", jax.ShapeDtypeStruct((1024, 1024), "float32"))
+        return script
+
+    @staticmethod
+    def ratios(of, by):
+        """FLOPs, bytes, and temporary and output bytes."""
+        return np.divide(*((each.flops, each.accessed, each.temporary + each.output) for each in (of, by)))
+
+    @pytest.mark.parametrize(
+        ("leaf", "axis", "limits"),
+        [("positions", 0, (0.62, 0.81, 1)), ("bias", 0, (0.99, 0.78, 1)), ("head", 1, (0.52, 0.74, 1))],
+    )
+    def test_rows_beside_the_parameter_concatenated_by_hand(self, script, leaf, axis, limits):
+        ways = script.gradients(leaf, axis, 64, layers_train=False)
+        names = "fz.grad", "concatenated by hand"
+        of = (measure.figures(ways[name], script.PARAMS, *script.batch_of(4), donate=()) for name in names)
+        found = self.ratios(*of)
+        assert (found <= 1.02 * np.array(limits)).all(), found
+
+    @pytest.mark.parametrize(("name", "limits"), [("lookup", (1, 0.07, 1)), ("tied", (1, 0.82, 0.5))])
+    def test_new_rows_of_an_embedding_beside_a_model_that_was_split_by_hand(self, script, name, limits):
+        embed, out = (jax.ShapeDtypeStruct((size, 256), "float32") for size in (16_384, 256))
+        steps, tokens = script.row_steps(getattr(script, name), len(embed)), jax.ShapeDtypeStruct((1, 64), "int32")
+        states = {name: jax.eval_shape(steps[name].init, embed, out) for name in (script.OURS, script.BY_HAND)}
+        assert measure.nbytes(states[script.OURS]) == measure.nbytes(states[script.BY_HAND]) < 40_000
+        of = (measure.figures(steps[name].step, embed, state, out, tokens) for name, state in states.items())
+        found = self.ratios(*of)
+        assert (found <= 1.02 * np.array(limits)).all(), found
+
+    def test_a_dense_mask_is_read_once(self, script, monkeypatch):
+        tables = []
+        monkeypatch.setattr(script.measure, "show", tables.append)
+        script.dense_mask()
+        assert [float(row[-1]) for row in measure.contents(tables[0])["rows"][1:]] == [1.0, 1.0]
+
+    def test_a_scan_whose_last_layer_is_trainable_copies_no_stack(self):
+        stack = jax.ShapeDtypeStruct((16, 256, 256), "float32")
+        x = jax.ShapeDtypeStruct((8, 256), "float32")
+
+        def loss(stack, x):
+            x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None)), x, stack)
+            return jnp.mean(x**2)
+
+        found = measure.figures(fz.grad(loss, fz.rows(slice(0, 15))), stack, x, donate=())
+        assert found.temporary + found.output < 2 * measure.nbytes(stack) / 16
+
+
 @pytest.fixture
 def scale(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
@@ -111,7 +197,7 @@ allocation 3: size {2**27}, color 1, page 0, preallocated-temp:
     assert not dataclasses.replace(memory, host=48.1).fits
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="nothing to compile for TPU with")
+@needs_libtpu
 def test_a_small_decoder_reads_its_frozen_layers_from_the_host(scale, monkeypatch):
     monkeypatch.setitem(scale.SHAPES, "small", (1024, 4, 2048, 8))
     monkeypatch.setitem(scale.TENSOR_PARALLEL, "small", 2)

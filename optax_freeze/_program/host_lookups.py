@@ -13,12 +13,14 @@ from jax.lax import GatherScatterMode
 from jax.sharding import AxisType, NamedSharding
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, clipped, zeros
+from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._program.trace import Equation
 
 _MOST_TOKENS = 512
 """The most rows of the left operand that are multiplied by an expert at once."""
 
 
+@if_undecided(None)
 def host_lookup(eqn: Equation) -> tuple[int, Callable[..., jax.Array]] | None:
     """Which operand an operation reads row by row, and how it is applied if this operand is unread."""
     if eqn.primitive is jax.lax.gather_p and _is_lookup(eqn):

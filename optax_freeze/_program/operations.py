@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from optax_freeze._jax_internals import is_known_primitive
 from optax_freeze._program.regions import EVERYTHING, Region, Rows, cast_to_vary, clipped, varies
+from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._program.trace import Equation, is_inexact, is_reference
 from optax_freeze._spec.indexing import of_each_row
 from optax_freeze._spec.sharding import fitting
@@ -131,6 +132,7 @@ def rule_of(eqn: Any) -> Rule:
 _NO_RULE = Rule(lambda *_: None, Cost.OTHER, frozenset(), decides=True)
 
 
+@if_undecided(None)
 def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
     """How an operation computes these regions of its results; None if only everything can be computed."""
     return rule_of(eqn).of(eqn, regions)

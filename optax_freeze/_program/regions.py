@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
+from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._spec.indexing import get_rows, of_each_row
 from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.sharding import explicit_sharding, fitting, with_sharding
@@ -96,8 +97,9 @@ class _SomeRows(Region):
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
 
+    @if_undecided(1.0)
     def share(self, shape: Sequence[int]) -> float:
-        return self.count / max(shape[self.axis], 1)
+        return self.count / max(int(shape[self.axis]), 1)
 
     @functools.cached_property
     def _key(self) -> Any: ...
@@ -297,11 +299,11 @@ class DynamicRows(_SomeRows):
 
     def finer(self, each: int) -> "DynamicRows":
         """The rows of a value that has ``each`` rows for one."""
-        return self._then("finer", each)
+        return self._then("finer", int(each))
 
     def repeated(self, times: int, size: int) -> "DynamicRows":
         """The rows of a value in which all rows, ``size`` of them, are repeated."""
-        return self._then("repeated", times, size)
+        return self._then("repeated", int(times), int(size))
 
     def joined(self, array: Any, size: int) -> Any:
         if not self._is_clamped:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
@@ -342,8 +343,9 @@ class Walk:
         decides = eqn.outputs[place] in self.decisive and not in_part
         is_static = all(isinstance(region, Rows) for region in wanted)
         is_few = len(wanted) <= _MOST_REPEATS or (is_static and not overlap(list(wanted), shape))
-        if rule_of(eqn).cost is Cost.ELEMENTWISE:  # not more than everything
-            is_few &= sum(region.share(shape) for region in wanted) <= 1.001
+        if rule_of(eqn).cost is Cost.ELEMENTWISE:
+            shares = math.fsum(region.share(shape) for region in wanted)
+            is_few &= self.materialized.is_repeated(eqn.outputs[place], shares)
         if is_cheap(eqn) and is_few and not is_stored and not decides:
             return wanted
         apart = regions_apart(wanted, shape)

@@ -241,9 +241,14 @@ def gradients(leaf: str, axis: int, new: int, layers_train: bool) -> dict[str, C
     }
 
 
+def batch_of(sequences: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    shape = (sequences, *PARAMS["positions"].shape)
+    return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:-1], jnp.int32)
+
+
 def other_rows() -> None:
     table = measure.table("One gradient of other rows", "GFLOP", "GB accessed", "MB temporary + output")
-    batch = jax.ShapeDtypeStruct((8, 512, 512), jnp.float32), jax.ShapeDtypeStruct((8, 512), jnp.int32)
+    batch = batch_of(8)
     for leaf, axis, new in (("positions", 0, 128), ("bias", 0, 64), ("head", 1, 64)):
         for layers_train in (False, True):
             where = f"{new} {'columns' if axis else 'rows'} of {leaf}{' and the layers' * layers_train}"
@@ -288,7 +293,7 @@ MATRIX = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
 
 
 def dense_mask() -> None:
-    x = jax.ShapeDtypeStruct((256, 4096), jnp.float32)
+    x = jax.ShapeDtypeStruct((256, len(MATRIX)), jnp.float32)
     mask = jax.random.bernoulli(jax.random.key(0), 0.5, MATRIX.shape)
     tx = fz.freeze(TX, mask)
 

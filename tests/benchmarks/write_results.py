@@ -3,6 +3,8 @@
 Each script runs in its own process. ``NAME.json`` has the date and the versions of the run and everything the script
 passes to ``measure.show``; ``NAME.md`` shows the same below the docstring of the script.
 
+An exact figure that is more than 2 % from the one that was written is reported at the end, and is an error.
+
 Run with ``make bench``. ``python tests/benchmarks/write_results.py turns overhead`` runs these two scripts;
 ``--render`` runs nothing and writes the Markdown again, as after a change of a docstring.
 """
@@ -57,13 +59,19 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.names) - set(SCRIPTS):
         parser.error(f"no benchmark is named {', '.join(sorted(unknown))}")
+    changed = []
     for name in args.names or [name for name in SCRIPTS if name not in APART or args.render]:
         source = RESULTS / f"{name}.json"
         if not args.render:
-            source.write_text(json.dumps(run(name), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            new = run(name)
+            old = json.loads(source.read_text(encoding="utf-8"))["results"] if source.exists() else []
+            changed += [f"{name}: {each}" for each in differences(old, new["results"])]
+            source.write_text(json.dumps(new, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         if source.exists():
             text = markdown(name, json.loads(source.read_text(encoding="utf-8")))
             source.with_suffix(".md").write_text(text, encoding="utf-8")
+    if changed:
+        sys.exit("\n".join(["These figures are not the ones that were written:", *changed]))
 
 
 def run(name: str) -> dict[str, Any]:
@@ -85,6 +93,34 @@ def run(name: str) -> dict[str, Any]:
             "cores": os.cpu_count(),
             "results": json.loads(shown.read_text(encoding="utf-8")),
         }
+
+
+def differences(old: list[Any], new: list[Any]) -> list[str]:
+    """The exact cells of tables whose numbers are more than 2 %, and more than a rounding, apart; or their words."""
+    before, after = map(_exact, (old, new))
+    cells = [(" / ".join(key), before.get(key, ""), after.get(key, "")) for key in before | after]
+    return [f"{name}: {a or 'nothing'}, now {b or 'nothing'}" for name, a, b in cells if not _is_close(a, b)]
+
+
+def _exact(results: list[Any]) -> dict[tuple[str, ...], str]:
+    """The exact cells by their table, the heading of their group, row and column."""
+    found = {}
+    for table in (each for each in results if not isinstance(each, str)):
+        group = ""
+        for label, *cells in table["rows"]:
+            group = group if any(cells) else label
+            names = ((table["title"], group, label, column) for column in table["columns"][1:])
+            found |= {key: cell for key, cell in zip(names, cells, strict=True) if key[-1] not in table["timed"]}
+    return found
+
+
+def _is_close(old: str, new: str) -> bool:
+    number = r"\d[\d,]*(?:\.(\d+))?"
+    if re.sub(number, "0", old) != re.sub(number, "0", new):
+        return False
+    pairs = zip(re.finditer(number, old), re.finditer(number, new), strict=True)
+    each = ((*(float(x[0].replace(",", "")) for x in pair), len(pair[0][1] or "")) for pair in pairs)
+    return all(abs(b - a) <= max(0.02 * a, (digits > 0) * 1.01 * 10**-digits) for a, b, digits in each)
 
 
 def markdown(name: str, run: dict[str, Any]) -> str:

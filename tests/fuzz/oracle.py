@@ -293,7 +293,7 @@ def judge(case: Case, begin_ours: Callable[[], None] = lambda: None) -> None:
             text = str(traced.jaxpr)
         except Exception as error:
             raise NotAskedError from error
-        if [*tracers_in(traced.jaxpr)]:
+        if [*tracers_in(traced.jaxpr)] or len(traced.jaxpr.in_avals) > len(jax.tree.leaves(inputs)):
             raise NotAskedError  # of a trace that has ended: JAX compiles it if they happen not to be used
         if case.way == "from the host" and "ordered=True" in text:
             raise NotAskedError  # JAX alone compiles no effects in order beside an array in host memory
