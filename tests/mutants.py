@@ -195,7 +195,7 @@ _BY_FILE = {
         ),
         ("if owners[0][0] is TRAINABLE:", "if len(owners) == 1:", "-k every_element"),
         (
-            "with_sharding(explicit_sharding(like), lambda: jnp.zeros(shape, dtype))",
+            "with_sharding(explicit_sharding(like), lambda _: jnp.zeros(shape, dtype), like)",
             "jnp.zeros(shape, dtype)",
             "tests/state/test_shardings.py -k Explicit",
         ),

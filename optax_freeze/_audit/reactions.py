@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._spec.sharding import explicit_sharding, with_sharding
+
 CHANGES = ("negative", "huge", "nan", "inf", "half")
 """Other values of a gradient; half: every second element is huge."""
 
@@ -48,7 +50,11 @@ def changed(value: Any, change: Any) -> Any:
     """Another value of a gradient; ``change`` is a place in ``CHANGES``."""
     huge = min(1e15, float(jnp.finfo(value.dtype).max) / 4)
     new = jnp.where(change == 0, -value, jnp.array([0, huge, np.nan, np.inf, huge], value.dtype)[change])
-    return jnp.where((change == 4) & (jnp.arange(value.size) % 2 == 1).reshape(value.shape), value, new)
+
+    def halved(value: Any, new: Any, change: Any) -> Any:
+        return jnp.where((change == 4) & (jnp.arange(value.size) % 2 == 1).reshape(value.shape), value, new)
+
+    return with_sharding(explicit_sharding(value), halved, value, new, change)
 
 
 @jax.jit

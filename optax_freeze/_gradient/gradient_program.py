@@ -42,7 +42,7 @@ class GradientProgram:
         self.schedule.fill(values)
         for task in tasks:
             task.run(context, values)
-        outs = read_all(self.schedule.outputs[: self.outs], values, context)
+        outs = read_all(self.schedule.outputs[: self.outs], values, context, self.schedule.program)
         return outs, [values.read(number, context.bound(region)) for number, region in stored]
 
     def backward(self, values: Values, residuals: Sequence[Any], context: Context = PLAIN) -> list[Any]:
@@ -53,7 +53,7 @@ class GradientProgram:
             values.write(number, context.bound(region), array)
         for task in tasks:
             task.run(context, values)
-        return read_all(self.gradients, values, context)
+        return read_all(self.gradients, values, context, self.schedule.program)
 
     @functools.cached_property
     def _divided(self) -> tuple[list[Task], list[Task], list[tuple[int, Region]]]:

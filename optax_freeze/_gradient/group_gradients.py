@@ -131,7 +131,7 @@ class GradientOfGroups:
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
             for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
         ]
-        outs = read_all(self._schedule.outputs[: program.outs], self._values, self._context)
+        outs = read_all(self._schedule.outputs[: program.outs], self._values, self._context, self._schedule.program)
         self.value = dense.traced.result([*outs, *[None] * len(dense.leaves)])[0]
 
     def of_group(self, n: int) -> dict[int, Any]:

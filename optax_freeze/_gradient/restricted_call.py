@@ -38,6 +38,7 @@ from optax_freeze._program.walk import schedule
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.partition import assemble, put_part
 from optax_freeze._spec.selection import RowSelection
+from optax_freeze._spec.sharding import eval_types
 from optax_freeze._spec.tree import PyTree, Rest
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ class _Call:
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         in_rows = [x if isinstance(x, LeafInRows) else None for x in leaves]
         self.names = names_of(x and x.selection for x in in_rows)
-        self.leaves, structs = jax.eval_shape(types_of, in_rows)
+        self.leaves, structs = eval_types(types_of, in_rows)
         self.structs = [as_argument(x) if struct is None else struct for x, struct in zip(leaves, structs, strict=True)]
         self.traced = Traced(fun, self.structs)
         on_host = {i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, LeafInRows) else x)}

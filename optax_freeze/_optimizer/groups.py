@@ -105,7 +105,7 @@ class GroupPlans:
         if owners[0][0] is TRAINABLE:
             return owners[0][1]
         shape, dtype = self.leaves[i].shape or (), jnp.result_type(*(part.dtype for _, part in owners))
-        merged = with_sharding(explicit_sharding(like), lambda: jnp.zeros(shape, dtype))
+        merged = with_sharding(explicit_sharding(like), lambda _: jnp.zeros(shape, dtype), like)
         for selection, part in owners:
             merged = selection.put(merged, part)
         return merged

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from optax_freeze._errors import is_scalar
 from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._program.regions import cast_to_vary, varies
-from optax_freeze._spec.sharding import explicit_sharding, with_sharding
+from optax_freeze._spec.sharding import eval_types, explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, PyTree
 
 _MOST_CHANGES = 4
@@ -37,7 +37,7 @@ def update_unless(
         structures.append(structure)
         return new, treedef.flatten_up_to(state)
 
-    shapes = jax.eval_shape(train, leaves)[0]
+    shapes = eval_types(train, leaves)[0]
     # What a loop starts from is written to: one buffer for each, as long as no two are equal.
     still = [
         _filled(u, jnp.where(frozen, negative_zero(shape.dtype), jnp.asarray(i, shape.dtype)), shape)
@@ -63,7 +63,7 @@ def unless(frozen: Any, step: Callable[[Any], Any], carry: PyTree) -> PyTree:
         return treedef.flatten_up_to(step(jax.tree.unflatten(treedef, leaves)))
 
     for _ in range(_MOST_CHANGES):  # a number that becomes float32 may make moments float32 in the next step
-        after, before = jax.eval_shape(new, leaves), leaves
+        after, before = eval_types(new, leaves), leaves
         leaves = [_of_type(*each, frozen) for each in zip(leaves, after, strict=True)]
         if all(now is old or is_scalar(old) for now, old in zip(leaves, before, strict=True)):
             break

@@ -21,7 +21,7 @@ from optax_freeze._program.regions import EVERYTHING, Region, Rows, cast_to_vary
 from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._program.trace import Equation, is_inexact, is_reference
 from optax_freeze._spec.indexing import of_each_row
-from optax_freeze._spec.sharding import fitting
+from optax_freeze._spec.sharding import fitting, sharding_in, with_sharding
 
 COPIES = "convert_element_type copy name stop_gradient"
 """The elementwise operations without arithmetic: they cost nothing beside reading their operand."""
@@ -92,15 +92,41 @@ def rule(*names: str, cost: Cost = Cost.MOVE, params: str = "", decides: bool = 
     return register
 
 
-def one_result(of: Callable[..., Any]) -> Any:
-    """The rule of an operation with one result: ``of(eqn, region)`` returns the regions, and a function of them."""
+def one_result(of: Callable[..., Any], *, is_placed: bool = False) -> Any:
+    """The rule of an operation with one result: ``of(eqn, region)`` returns the regions, and a function of them.
+
+    ``is_placed``: the function lays out its result itself, or JAX does.
+    """
 
     @functools.wraps(of)
     def of_regions(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
-        given = None if regions[0] in (None, EVERYTHING) else of(eqn, regions[0])
-        return given and Computation(given[0], functools.partial(_listed, given[1]))
+        region = regions[0]
+        if region in (None, EVERYTHING) or (given := of(eqn, region)) is None:
+            return None
+        apply = (
+            given[1] if is_placed or not _is_divided(eqn, region) else functools.partial(_placed, given[1], eqn, region)
+        )
+        return Computation(given[0], functools.partial(_listed, apply))
 
     return of_regions
+
+
+def _is_divided(eqn: Equation, region: Region) -> bool:
+    """Whether a mesh divides a result along its rows by an explicit axis, which may not divide fewer rows."""
+    sharding = sharding_in(eqn.avals_out[0])
+    return sharding is not None and sharding.spec[region.axis] is not None
+
+
+def _placed(apply: Callable[..., Any], eqn: Equation, region: Region, *operands: Any) -> Any:
+    """``apply(*operands)`` on a mesh that divides the rows: partitioned by XLA."""
+    places = [i for i, x in enumerate(operands) if isinstance(x, jax.Array)]
+
+    def of_arrays(*arrays: Any) -> Any:
+        given = dict(zip(places, arrays, strict=True))
+        return apply(*(given.get(i, x) for i, x in enumerate(operands)))
+
+    aval = eqn.avals_out[0]
+    return with_sharding(sharding_in(aval, region.shape(aval.shape)), of_arrays, *(operands[i] for i in places))
 
 
 def each_result(of: Callable[..., Any]) -> Any:
@@ -167,9 +193,14 @@ def _at(sizes: Sequence[Any], axis: int, size: Any) -> tuple[Any, ...]:
 
 def _laid_out(eqn: Equation, region: Region) -> dict[str, Any]:
     """The params that name the sharding of the whole result, for a region of it."""
-    shape = region.shape(eqn.avals_out[0].shape)
-    names = [name for name in ("sharding", "out_sharding", "dst_sharding") if eqn.params.get(name) is not None]
-    return {name: fitting(eqn.params[name], len(shape), shape) for name in names}
+    names = [name for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None]
+    return dict.fromkeys(names, _layout(eqn, region))
+
+
+def _layout(eqn: Equation, region: Region) -> NamedSharding | None:
+    """The explicit sharding of a region of the result; None where :func:`_placed` lays it out."""
+    aval = eqn.avals_out[0]
+    return None if _is_divided(eqn, region) else sharding_in(aval, region.shape(aval.shape))
 
 
 _OF_ELEMENTWISE = """
@@ -181,7 +212,7 @@ accuracy exponent_bits input_dtype mantissa_bits name new_dtype out_dtype roundi
 @rule(*COPIES.split(), cost=Cost.COPY, params=_OF_ELEMENTWISE)
 @rule(*_DECIDING, cost=Cost.ELEMENTWISE, params=_OF_ELEMENTWISE, decides=True)
 @rule(*ELEMENTWISE.split(), cost=Cost.ELEMENTWISE, params=_OF_ELEMENTWISE)
-@one_result
+@functools.partial(one_result, is_placed=True)
 def elementwise(eqn: Equation, region: Region) -> Any:
     size, changed = eqn.avals_out[0].shape[region.axis], dict.fromkeys(_laid_out(eqn, region))
     regions = [region if aval.shape and aval.shape[region.axis] == size else EVERYTHING for aval in eqn.avals_in]
@@ -210,12 +241,13 @@ def each_alone(eqn: Equation, regions: Sequence[Region | None]) -> Computation |
 
 @rule("sharding_constraint", params="context_mesh layout sharding unconstrained_dims")
 @rule("reshard", params="concrete_mesh dst_sharding")
-@one_result
+@functools.partial(one_result, is_placed=True)
 def sharded(eqn: Equation, region: Region) -> Any:
-    sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    [(name, sharding)] = [(name, x) for name, x in eqn.params.items() if name in ("sharding", "dst_sharding")]
     if not isinstance(sharding, NamedSharding) or eqn.params.get("layout") is not None:
         return None
-    return [region], functools.partial(eqn.bind, **_laid_out(eqn, region))
+    shape = region.shape(eqn.avals_out[0].shape)
+    return [region], functools.partial(eqn.bind, **{name: fitting(sharding, len(shape), shape)})
 
 
 _OF_SHARDS = "all_gather_dimension axis_index_groups axis_name axis_size scatter_dimension tiled"
@@ -349,12 +381,15 @@ def pad(eqn: Equation, region: Any) -> Any:
     others = _at(config, axis, (0, 0, 0))
     if config[axis] == (0, 0, 0):
         return [region, EVERYTHING], eqn.bind
+
+    def padding(_: Any, value: Any) -> Any:
+        return jax.lax.broadcast(value, region.shape(eqn.avals_out[0].shape), out_sharding=_layout(eqn, region))
+
     if not isinstance(region, Rows):
         if between:
             return None
         if not size:
-            return [None, EVERYTHING], lambda x, value: jnp.broadcast_to(value, region.shape(eqn.avals_out[0].shape))
-
+            return [None, EVERYTHING], padding
         inner = region.shifted(-low).clamped(size)
         all_are_there = region.count >= size  # a piece of fewer rows is computed whole
 
@@ -368,8 +403,7 @@ def pad(eqn: Equation, region: Any) -> Any:
     valid = (rest == 0) & (found >= 0) & (found < size)
     positions = np.flatnonzero(valid)
     if not positions.size:
-        shape = region.shape(eqn.avals_out[0].shape)
-        return [None, EVERYTHING], lambda x, value: jnp.broadcast_to(value, shape)
+        return [None, EVERYTHING], padding
     rows, steps = Rows(axis, found[valid]), set(np.diff(positions).tolist())
     if len(steps) <= 1:
         first, last = positions[[0, -1]].tolist()
@@ -433,12 +467,12 @@ def unstack(eqn: Equation, place: int, region: Region) -> Any:
 @one_result
 def iota(eqn: Equation, region: Any) -> Any:
     shape, dimension, dtype = (eqn.params[name] for name in ("shape", "dimension", "dtype"))
-    new = region.shape(shape)
+    new, layout = region.shape(shape), _layout(eqn, region)
 
     def numbers(*_: Any) -> Any:
         if dimension != region.axis:
-            return jax.lax.broadcasted_iota(dtype, new, dimension)
-        return jax.lax.broadcast_in_dim(region.indices.astype(dtype), new, (dimension,))
+            return jax.lax.broadcasted_iota(dtype, new, dimension, out_sharding=layout)
+        return jax.lax.broadcast_in_dim(region.indices.astype(dtype), new, (dimension,), out_sharding=layout)
 
     return [None] * len(eqn.inputs), numbers
 

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 
 from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._spec.indexing import get_rows, of_each_row
 from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, Selection
-from optax_freeze._spec.sharding import explicit_sharding, fitting, with_sharding
+from optax_freeze._spec.sharding import explicit_sharding, in_mesh_of, in_this_mesh, sharding_in, with_sharding
 
 _FEW = 16
 """Rows in up to this many runs are sliced; of more runs, they are looked up."""
@@ -191,7 +190,8 @@ class Rows(_SomeRows):
                 return jnp.concatenate([cut(start, stop) for start, stop in self.runs], self.axis)
             return get_rows(self.axis, self.indices, array, exist=True)
 
-        return with_sharding(explicit_sharding(array, self.shape(shape)), rows, array)
+        with in_mesh_of(array):
+            return with_sharding(explicit_sharding(array, self.shape(shape)), rows, array)
 
     def along(self, axis: int) -> "Rows":
         return Rows(axis, self.numbers)
@@ -260,12 +260,13 @@ class DynamicRows(_SomeRows):
 
     @property
     def indices(self) -> jax.Array:
-        return functools.reduce(_after, self.steps, self.numbers)
+        return functools.reduce(_after, self.steps, in_this_mesh(self.numbers))
 
     @property
     def unclamped(self) -> jax.Array:
         """The numbers of the rows, out of range for rows that are not there."""
-        return functools.reduce(_after, [step for step in self.steps if step[0] != "clamped"], self.numbers)
+        steps = [step for step in self.steps if step[0] != "clamped"]
+        return functools.reduce(_after, steps, in_this_mesh(self.numbers))
 
     @property
     def is_shifted(self) -> bool:
@@ -281,7 +282,8 @@ class DynamicRows(_SomeRows):
         sharding = explicit_sharding(array, self.shape(array.shape))
         exist = self._is_clamped
         rows = functools.partial(get_rows, self.axis, is_unique=not exist, exist=exist)
-        return with_sharding(sharding, rows, self.indices, array)
+        with in_mesh_of(array):
+            return with_sharding(sharding, rows, self.indices, array)
 
     def along(self, axis: int) -> "DynamicRows":
         return DynamicRows(axis, self.numbers, self.steps)
@@ -418,12 +420,7 @@ def clipped(i: Any, last: int) -> jax.Array:
 def zeros(aval: Any, shape: Any = None) -> jax.Array:
     """Zeros laid out as a value of this type, or of another ``shape``."""
     shape = aval.shape if shape is None else tuple(shape)
-    sharding: Any = getattr(aval, "sharding", None)
-    is_explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
-    new = jax.lax.full(
-        shape, 0, aval.dtype, sharding=fitting(sharding, len(aval.shape), shape) if is_explicit else None
-    )
-    return cast_to_vary(new, varies(aval))
+    return cast_to_vary(jax.lax.full(shape, 0, aval.dtype, sharding=sharding_in(aval, shape)), varies(aval))
 
 
 def stored_region(stored: Collection[Region], region: Region) -> Region | None:

@@ -18,6 +18,7 @@ import numpy as np
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import EVERYTHING, LAZY, Numbers, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.trace import Equation, Program
+from optax_freeze._spec.sharding import eval_types, laid_out
 
 ALWAYS = -1
 """The guard of what is always needed."""
@@ -71,6 +72,7 @@ class Read(NamedTuple):
     value: Any  # a number, or a literal
     region: Region
     in_place: bool = False
+    aval: Any = None  # of the whole value, for the layout of what is read
 
     @property
     def wanted(self) -> Sequence[tuple[int, Region]]:
@@ -83,13 +85,13 @@ class Read(NamedTuple):
             return self.value.val
         if self.in_place and isinstance(self.region, Rows):
             return values.read_run(self.value, self.region)
-        return values.read(self.value, context.bound(self.region))
+        return laid_out(values.read(self.value, context.bound(self.region)), self.aval)
 
 
-def read_all(outputs: Iterable[tuple[Any, Region]], values: Values, context: "Context") -> list[Any]:
-    """These regions of values; literals as arrays."""
-    each = (Read(*output) for output in outputs)
-    return [read.of(values, context) if isinstance(read.value, int) else jnp.asarray(read.value.val) for read in each]
+def read_all(outputs: Iterable[tuple[Any, Region]], values: Values, context: "Context", program: Program) -> list[Any]:
+    """These regions of values of a program; literals as arrays."""
+    read = lambda x, region: Read(x, region, aval=program.avals[x]).of(values, context)  # noqa: E731
+    return [read(x, region) if isinstance(x, int) else jnp.asarray(x.val) for x, region in outputs]
 
 
 class Context(NamedTuple):
@@ -185,7 +187,7 @@ class Schedule(NamedTuple):
     def run(self, values: Values, context: Context = PLAIN) -> list[Any]:
         """Evaluates the tasks, given the inputs, and returns the outputs."""
         self.run_except((), values, context)
-        return read_all(self.outputs, values, context)
+        return read_all(self.outputs, values, context, self.program)
 
     def fill(self, values: Values) -> None:
         """Adds constants to the values, and makes parts of arrays in host memory readable."""
@@ -218,11 +220,9 @@ class Schedule(NamedTuple):
             tasks = sets[guard]
             written = {number for task in tasks for number in task.written_numbers}
             outside = {number for number in written if number in kept or read_by.get(number, set()) - {guard}}
-            has_run = _run_if(conditions[guard], tasks, values, context.inside(guard), outside)
-            is_read = has_run != conditions[guard]
-            for number in {number for task in tasks for number in task.read_numbers}:
-                if number < self.program.num_inputs:
-                    after[number] = after[number] | is_read if number in after else is_read
+            is_read = _run_if(conditions[guard], tasks, values, context.inside(guard), outside) != conditions[guard]
+            for number in {n for task in tasks for n in task.read_numbers if n < self.program.num_inputs}:
+                after[number] = after[number] | is_read if number in after else is_read
         return after
 
     def postponable(self, inputs: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
@@ -252,7 +252,7 @@ class Schedule(NamedTuple):
         tasks = [self.tasks[i] for i in postponed]
         inside = _inside(tasks, values, outputs)
         _run_all(tasks, inside, context.inside(guard), None)
-        return read_all(outputs, inside, context)
+        return read_all(outputs, inside, context, self.program)
 
 
 def _inside(tasks: Sequence[Task], values: Values, outputs: Sequence[tuple[Any, Region]] = ()) -> Values:
@@ -296,5 +296,5 @@ def _run_if(condition: Any, tasks: Sequence[Task], values: Values, context: Cont
 def if_(condition: Any, run: Callable[[], Any]) -> Any:
     """``run()`` if a condition holds, or else zeros."""
     run = jax.jit(run)  # traced once, though called for its shapes and in the branch
-    shapes = jax.eval_shape(run)
+    shapes = eval_types(run)
     return jax.lax.cond(condition, run, lambda: jax.tree.map(lambda shape: zeros(jax.typeof(shape)), shapes))

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from optax_freeze._program.recompute import program_of
 from optax_freeze._program.trace import Program
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
-from optax_freeze._spec.sharding import explicit_sharding
+from optax_freeze._spec.sharding import eval_types, explicit_sharding
 
 _TRACED = object()
 
@@ -50,7 +50,7 @@ def as_argument(value: Any) -> Any:
     if not is_on_host(value):
         return value
     if isinstance(value, Tracer):
-        return jax.eval_shape(to_device, value)
+        return eval_types(to_device, value)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=explicit_sharding(value))
 
 

@@ -48,6 +48,7 @@ from optax_freeze._program.tasks import (
 )
 from optax_freeze._program.trace import Equation, Program, flatten
 from optax_freeze._spec.memory_kinds import is_in_blocks
+from optax_freeze._spec.sharding import eval_types
 
 _NEARLY_WHOLE = 0.95
 """Of a larger share of a value everything is computed, and cut: rows may cost more than they save."""
@@ -168,7 +169,7 @@ class Walk:
     def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
         """The read of a region of a value, which is computed where it is read if it is late."""
         value, region = self.operand(value, region)
-        read = Read(value, region, in_place)
+        read = Read(value, region, in_place, self.program.avals[value] if isinstance(value, int) else None)
         if region is not LAZY and (self.late is None or value not in self.late):
             return read
         made_by = self.program.made_by if self.late is None else self.late.made_by
@@ -506,7 +507,7 @@ class LateValue(Unread):
             [rows] = found.run(values)
             return jnp.squeeze(rows, 0) if is_row else rows
 
-        shapes = [jax.eval_shape(functools.partial(x.read, EVERYTHING)) for *_, x in parts]
+        shapes = [eval_types(functools.partial(x.read, EVERYTHING)) for *_, x in parts]
         program = flatten(jax.make_jaxpr(part)(*shapes))
         return LateValue(program, Values({k: x for k, (*_, x) in enumerate(parts)}))
 
@@ -525,7 +526,7 @@ class LateRead(NamedTuple):
 
     def of(self, values: Values, context: Context, beside: Any = None) -> Any:
         """What is read; ``beside``: another operand of the operation that reads it."""
-        number, region, in_place = self.read
+        number, region, in_place, _ = self.read
         region = EVERYTHING if in_place else context.bound(region)
         values = values.only(self.given)
         values.beside = beside

@@ -4,23 +4,47 @@ On a mesh with explicit axes JAX refuses operations whose output sharding is amb
 flattened array. Here every result gets the sharding of its leaf, and XLA partitions the operation as on another mesh.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    NamedSharding,
+    PartitionSpec,
+    get_abstract_mesh,
+    reshard,
+    use_abstract_mesh,
+)
 
 from optax_freeze._errors import is_concrete
+
+NO_MESH = AbstractMesh((), ())
 
 
 def explicit_sharding(like: Any, shape: Sequence[int] | None = None) -> NamedSharding | None:
     """The sharding of an array, or a similar one for ``shape``; None unless its mesh has explicit axes."""
-    sharding: Any = getattr(jax.typeof(like), "sharding", None)
+    return sharding_in(jax.typeof(like), shape)
+
+
+def sharding_in(aval: Any, shape: Sequence[int] | None = None) -> NamedSharding | None:
+    """:func:`explicit_sharding` of an array of this type."""
+    sharding: Any = getattr(aval, "sharding", None)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    return sharding if shape is None else fitting(sharding, len(jax.typeof(like).shape), shape)
+    return sharding if shape is None else fitting(sharding, len(aval.shape), shape)
+
+
+def eval_types(function: Callable[..., Any], *args: Any) -> Any:
+    """``jax.eval_shape``, which drops the shardings on a mesh that has other than explicit axes."""
+    traced = jax.jit(function).trace(*args)
+    structs, treedef = jax.tree.flatten(traced.out_info)
+    pairs = zip(structs, map(sharding_in, traced.jaxpr.out_avals), strict=True)
+    return treedef.unflatten([x if sharding is None else x.update(sharding=sharding) for x, sharding in pairs])
 
 
 def fitting(sharding: NamedSharding, ndim: int, shape: Sequence[int]) -> NamedSharding:
@@ -37,12 +61,37 @@ def fitting(sharding: NamedSharding, ndim: int, shape: Sequence[int]) -> NamedSh
 
 def with_sharding(sharding: NamedSharding | None, operation: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
     """``operation(*arrays)``; if ``sharding`` is given, partitioned by XLA and with this output sharding."""
-    if sharding is None or not hasattr(jax.sharding, "auto_axes"):
+    if sharding is None:
         return operation(*arrays)
     kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
     automatic: Any = jax.sharding.auto_axes(operation, axes=axes, out_sharding=sharding)
     return automatic(*arrays)
+
+
+def laid_out(array: Any, aval: Any) -> Any:
+    """A part of an array of this type with its explicit sharding, where the mesh divides the part."""
+    if sharding_in(aval) is None or not isinstance(array, jax.Array):
+        return array
+    sharding: Any = sharding_in(aval, array.shape)
+    if sharding.spec == jax.typeof(array).sharding.spec:
+        return array
+    with in_mesh_of(array):
+        return reshard(array, sharding)
+
+
+def in_mesh_of(array: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context with the mesh of an array's type: inside of ``jax.sharding.auto_axes`` it is another than outside."""
+    current, mesh = get_abstract_mesh(), jax.typeof(array).sharding.mesh
+    return contextlib.nullcontext() if current.empty or mesh in (current, NO_MESH) else use_abstract_mesh(mesh)
+
+
+def in_this_mesh(array: Any) -> Any:
+    """An array, replicated over the mesh of the context, if its type has another one."""
+    mesh = get_abstract_mesh()
+    if mesh.empty or jax.typeof(array).sharding.mesh in (mesh, NO_MESH):
+        return array
+    return reshard(array, NamedSharding(mesh, PartitionSpec()))
 
 
 def _names(axis: Any) -> tuple[str, ...]:

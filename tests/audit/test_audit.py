@@ -239,12 +239,15 @@ def test_shapes_are_enough():
     assert found == {"it trains", "state for frozen elements"}
 
 
-def test_sharded_parameters():
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_parameters(kind):
+    kinds = (jax.sharding.AxisType[kind], jax.sharding.AxisType.Auto)
+    mesh = jax.make_mesh((2, 1), ("x", "y"), axis_types=kinds, devices=jax.devices()[:2])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     params = {"encoder": jax.device_put(jnp.ones((4, 2)), sharding), "head": jnp.ones(2)}
     spec = {"encoder": fz.rows(slice(0, 2)), "head": False}
-    assert fz.audit(params, spec, fz.freeze(MOMENTUM, spec))
+    with jax.set_mesh(mesh):
+        assert fz.audit(params, spec, fz.freeze(MOMENTUM, spec))
 
 
 def test_a_parameter_with_the_name_of_a_count_has_no_state():
