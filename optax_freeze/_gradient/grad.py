@@ -12,7 +12,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import optax
 
-from optax_freeze._errors import counted, described, is_int, type_error, value_error
+from optax_freeze._errors import described, type_error
+from optax_freeze._gradient.argnums import of_parameters, refuse_several
 from optax_freeze._gradient.dense_gradient import value_and_grad_of_plan
 from optax_freeze._gradient.group_gradients import GroupSpec, value_and_grad_of_groups
 from optax_freeze._spec import tree as _tree
@@ -255,50 +256,6 @@ def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:
         what, at = "the first argument must be a function", "the first argument"
         fix = "swap the arguments" if callable(frozen) else "pass the loss function first"
         raise type_error(what, at=at, got=described(fun), expected=call, fix=fix)
-
-
-def refuse_several(argnums: Any) -> None:
-    """Raises ``ValueError`` unless ``argnums`` is one int."""
-    if not is_int(argnums):
-        raise value_error(
-            "`argnums` must be a single int",
-            at="argnums",
-            got=described(argnums),
-            expected="one int: the position of the parameters",
-            fix="put the trees into one tree, such as a dict, and freeze parts of it by path",
-        )
-
-
-def of_parameters(
-    fun: Callable[..., T], argnums: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[PyTree], T], PyTree]:
-    """A call of ``fun`` as a function of its parameters alone, and the parameters."""
-    i = _position(argnums, len(args))
-    return lambda params: fun(*args[:i], params, *args[i + 1 :], **kwargs), args[i]
-
-
-def parameters_first(fun: Callable[..., T], argnums: int) -> Callable[..., T]:
-    """``fun``, which takes its parameters at ``argnums``, as a function of them and then of its other arguments."""
-
-    @functools.wraps(fun)
-    def of_parameters(params: PyTree, /, *args: Any, **kwargs: Any) -> T:
-        i = _position(argnums, len(args) + 1)
-        return fun(*args[:i], params, *args[i:], **kwargs)
-
-    return of_parameters
-
-
-def _position(argnums: int, count: int) -> int:
-    """The position of the parameters in a call with ``count`` positional arguments."""
-    if not -count <= argnums < count:
-        raise value_error(
-            "`argnums` is out of range",
-            at=f"argnums={argnums}",
-            got=f"a call with {counted(count, 'positional argument', 'positional arguments')}",
-            expected="the parameters at that position",
-            fix="pass the parameters, and the arguments before them, by position, not by keyword",
-        )
-    return argnums % count
 
 
 def plan_of(params: PyTree, frozen: Spec) -> Plan:

@@ -12,7 +12,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from optax_freeze._errors import described, is_array, is_concrete, value_error, whole_number
-from optax_freeze._gradient.grad import parameters_first, refuse_no_function, refuse_several
+from optax_freeze._gradient.argnums import parameters_first, refuse_several
+from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._precompute.cut_explanation import CutExplanation
 from optax_freeze._precompute.inputs import Arguments, parameters
 from optax_freeze._spec import tree as _tree

@@ -7,7 +7,8 @@ from typing import Any
 import optax
 
 from optax_freeze._errors import described, in_one_line, type_error, value_error
-from optax_freeze._gradient.grad import parameters_first, refuse_no_function, refuse_several, value_and_grad
+from optax_freeze._gradient.argnums import parameters_first, refuse_several
+from optax_freeze._gradient.grad import refuse_no_function, value_and_grad
 from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.update_params import Update, succeeds, update_params, with_zeros
