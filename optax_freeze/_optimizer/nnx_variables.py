@@ -22,13 +22,20 @@ from optax_freeze._spec.tree import Leaf, PyTree
 
 def stored(plan: Plan, treedef: Any, values: Sequence[Any]) -> PyTree:
     """A tree of the parameters as it is stored in a state, with values that may be holes, vectors or row numbers."""
-    return _stored(plan, jax.tree.unflatten(treedef, values)) if plan.variables else treedef.unflatten(values)
+    if not plan.variables:
+        return treedef.unflatten(values)
+    tree = jax.tree.unflatten(treedef, values)
+    return _stored(plan, tree, _tree.flatten(tree, _is_node)[0])
 
 
-def _stored(plan: Plan, tree: PyTree) -> PyTree:
+def _stored(plan: Plan, tree: PyTree, parameters: Sequence[Any]) -> PyTree:
+    """``parameters`` are the variables of the parameters; one with several leaves is stored as it is."""
     nodes, treedef = _tree.flatten(tree, _is_node)
-    pairs = zip(nodes, plan.leaves, strict=True)
-    return treedef.unflatten([node if _fits(node, leaf) else _content(node) for node, leaf in pairs])
+    leaves, placed = iter(plan.leaves), []
+    for node, parameter in zip(nodes, parameters, strict=True):
+        its = [next(leaves) for _ in _tree.flatten(parameter)[0]]
+        placed.append(node if len(its) != 1 or _fits(node, its[0]) else _content(node))
+    return treedef.unflatten(placed)
 
 
 def _fits(node: Any, leaf: Leaf) -> bool:
@@ -51,13 +58,13 @@ def stored_state(state: PyTree, plan: Plan, params: PyTree) -> PyTree:
     """A state as it is stored, which an optimizer has made for ``params``; it may have made holes of its own."""
     if not plan.variables:
         return state
-    structure = _tree.flatten(params, _is_node)[1]
+    parameters, structure = _tree.flatten(params, _is_node)
 
     def is_like_params(node: Any) -> bool:
         return type(node) is type(params) and _tree.flatten(node, _is_node)[1] == structure
 
     def place(node: Any) -> Any:
-        return _stored(plan, node) if is_like_params(node) and structure.num_leaves == len(plan.leaves) else node
+        return _stored(plan, node, parameters) if is_like_params(node) else node
 
     return jax.tree.map(place, state, is_leaf=lambda node: _is_node(node) or is_like_params(node))
 
