@@ -174,7 +174,7 @@ def loss_of_layers(tree, x):
 
 
 def trained(case, tx, steps=2, jit=lambda step: step):
-    step, params, state = jit(fz.train_step(loss, tx)), case.tree, tx.init(case.tree)
+    step, params, state, value = jit(fz.train_step(loss, tx)), case.tree, tx.init(case.tree), None
     for _ in range(steps):
         params, state, value = step(params, state, X)
     return params, state, value
