@@ -80,12 +80,16 @@ class Linear(nnx.Module):
 
 
 class Network(nnx.Module):
-    def __init__(self, head, bias, weight):
-        self.head, self.net = nnx.Param(head), Linear(bias, weight)
+    def __init__(self, head, net):
+        self.head, self.net = nnx.Param(head), net
 
 
 def dict_of(head, bias, weight):
     return {"head": head, "net": {"bias": bias, "weight": weight}}
+
+
+def network(head, *net):
+    return Network(head, Linear(*net))
 
 
 def boxed(head, bias, weight):
@@ -98,9 +102,10 @@ CONTAINERS = {
     "dict": (dict_of, NAMED),
     "FrozenDict": (lambda *leaves: flax.core.freeze(dict_of(*leaves)), NAMED),
     "boxed Linen": (boxed, NAMED),
-    "nnx.State": (lambda *leaves: nnx.state(Network(*leaves), nnx.Param), NAMED),
-    "pure nnx.State": (lambda *leaves: nnx.as_pure(nnx.state(Network(*leaves), nnx.Param)), NAMED),
-    "NNX module": (Network, NAMED),
+    "nnx.State": (lambda *leaves: nnx.state(network(*leaves), nnx.Param), NAMED),
+    "pure nnx.State": (lambda *leaves: nnx.as_pure(nnx.state(network(*leaves), nnx.Param)), NAMED),
+    "NNX module": (network, NAMED),
+    "variable of a dict": (lambda head, *net: nnx.state(Network(head, nnx.Param(Net(*net)._asdict()))), NAMED),
     "Equinox module": (lambda head, *net: Module(head, Layer(*net)), NAMED),
     "Haiku": (
         lambda head, bias, weight: {"net/~/head": {"w": head}, "net/~/linear": {"b": bias, "w": weight}},
@@ -169,7 +174,7 @@ def loss_of_layers(tree, x):
 
 
 def trained(case, tx, steps=2, jit=lambda step: step):
-    step, params, state = jit(fz.train_step(loss, tx)), case.tree, tx.init(case.tree)
+    step, params, state, value = jit(fz.train_step(loss, tx)), case.tree, tx.init(case.tree), None
     for _ in range(steps):
         params, state, value = step(params, state, X)
     return params, state, value

@@ -14,7 +14,7 @@ from optax_freeze._optimizer.around import Around, inside
 from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.init_with import init_of
 from optax_freeze._optimizer.leafwise import is_leafwise
-from optax_freeze._optimizer.nnx_variables import as_before, stored, stored_state, values_in
+from optax_freeze._optimizer.nnx_variables import as_before, called_with, stored, stored_state, values_in
 from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import updated
@@ -145,7 +145,7 @@ class Inner:
             return Lists(self._of_lists, opened(state, list), plan, state)
         tree_of = lambda own: jax.tree.unflatten(treedef, plan.full(dict(zip(plan.own, own, strict=True))))  # noqa: E731
         own = opened(state, tree_of) if of_group else state
-        return Trees(self._update, values_in(own, plan), plan, state, of_group)
+        return Trees(self._update, called_with(own, plan, treedef), plan, state, of_group)
 
     def _of_lists(self, *args: Any) -> tuple[PyTree, PyTree]:
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
@@ -173,13 +173,14 @@ class Trees(NamedTuple):
 
     def closed(self, state: PyTree) -> PyTree:
         if not self.of_group:
-            return as_before(state, self.stored, self.plan)
+            return as_before(state, self.stored, self.state, self.plan)
 
         def own(tree: PyTree) -> list[Any]:
             leaves = _tree.flatten(tree)[0]
             return [leaves[i] for i in self.plan.own]
 
-        return as_before(closed(state, values_in(self.stored, self.plan), own), self.stored, self.plan)
+        values = values_in(self.stored, self.plan)
+        return as_before(closed(state, values, own), self.stored, values, self.plan)
 
 
 class Lists(NamedTuple):
@@ -223,23 +224,25 @@ def _parts_of(plan: Plan, updates: list[Any]) -> list[Any]:
 
 def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
     """The state of an inner optimizer for the trainable part of the parameters."""
-    return _init(tx, plan, _trainable(plan, params))
+    trainable = _trainable(plan, params)
+    return stored_state(_init(tx, plan, trainable), plan, trainable)
 
 
 def init_group(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
     """The state of an inner optimizer for a group."""
     trainable = _trainable(plan, params)
-    return without_others(_init(tx, plan, trainable), plan, trainable)
+    state = _init(tx, plan, trainable)
+    return without_others(stored_state(state, plan, trainable) if plan.variables else state, plan, trainable)
 
 
 def _init(tx: optax.GradientTransformation, plan: Plan, trainable: PyTree) -> optax.OptState:
-    init = inside(Around(plan, _tree.flatten(trainable)[1]), init_of)
-    return stored_state(init(tx, trainable), plan, trainable)
+    return inside(Around(plan, _tree.flatten(trainable)[1]), init_of)(tx, trainable)
 
 
 def _trainable(plan: Plan, params: PyTree) -> PyTree:
     values, treedef = _tree.flatten(params)
-    return stored(plan, treedef, plan.full(plan.trainable_leaves(values)))
+    values = plan.full(plan.trainable_leaves(values))
+    return stored(plan, treedef, values) if plan.variables else jax.tree.unflatten(treedef, values)
 
 
 def _in_memory(update: Any) -> Any:

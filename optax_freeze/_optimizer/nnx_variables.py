@@ -1,9 +1,11 @@
-"""NNX variables in an optimizer state.
+"""NNX variables, and metadata boxes of Linen, in an optimizer state.
 
 Tools of Flax and trainers expect an array in every variable of a state, with the axes of its parameter: they read its
 dtype, and place it by the sharding in the metadata of the variable. So a hole stands in place of the variable of a
 frozen parameter, and an array with other axes, or with rows that the mesh does not divide, stands alone. An optimizer
 is called with the values of variables, as ``nnx.Optimizer`` does, since holes and variables do not line up.
+
+An array with other axes stands alone in place of a box, too; an optimizer is called with all boxes.
 """
 
 import math
@@ -22,13 +24,21 @@ from optax_freeze._spec.tree import Leaf, PyTree
 
 def stored(plan: Plan, treedef: Any, values: Sequence[Any]) -> PyTree:
     """A tree of the parameters as it is stored in a state, with values that may be holes, vectors or row numbers."""
-    return _stored(plan, jax.tree.unflatten(treedef, values)) if plan.variables else treedef.unflatten(values)
+    if not (plan.variables or plan.boxed):
+        return treedef.unflatten(values)
+    tree = jax.tree.unflatten(treedef, values)
+    return _stored(plan, tree, _tree.flatten(tree, _is_node)[0])
 
 
-def _stored(plan: Plan, tree: PyTree) -> PyTree:
+def _stored(plan: Plan, tree: PyTree, parameters: Sequence[Any]) -> PyTree:
+    """``parameters`` are the variables of the parameters; one with several leaves is stored as it is."""
     nodes, treedef = _tree.flatten(tree, _is_node)
-    pairs = zip(nodes, plan.leaves, strict=True)
-    return treedef.unflatten([node if _fits(node, leaf) else _content(node) for node, leaf in pairs])
+    leaves, placed = iter(plan.leaves), []
+    for node, parameter in zip(nodes, parameters, strict=True):
+        its = [next(leaves) for _ in _tree.flatten(parameter)[0]]
+        keeps = len(its) != 1 or _fits(node, its[0]) or (plan.boxed and not is_array(_content(node)))
+        placed.append(node if keeps else _content(node))
+    return treedef.unflatten(placed)
 
 
 def _fits(node: Any, leaf: Leaf) -> bool:
@@ -37,27 +47,28 @@ def _fits(node: Any, leaf: Leaf) -> bool:
     if not is_array(value) or value.ndim != len(leaf.shape or ()) or jnp.issubdtype(value.dtype, jnp.integer):
         return False
     mesh = jax.sharding.get_abstract_mesh()
-    if not _tree.is_variable(node) or value.shape == leaf.shape or mesh.empty:
+    if not _tree.is_wrapper(node) or value.shape == leaf.shape or mesh.empty:
         return True
-    spec = _content(sys.modules["flax.nnx"].get_partition_spec(node)) or ()
+    library = sys.modules["flax.nnx" if _tree.is_variable(node) else "flax.linen"]
+    spec = _content(library.get_partition_spec(node)) or ()
     axes = [[name] if isinstance(name, str) else name or () for name in spec]
     return all(
-        size % math.prod(mesh.shape[name] for name in names) == 0
+        size % math.prod(mesh.shape.get(name, 1) for name in names) == 0
         for size, names in zip(value.shape, axes, strict=False)
     )
 
 
 def stored_state(state: PyTree, plan: Plan, params: PyTree) -> PyTree:
     """A state as it is stored, which an optimizer has made for ``params``; it may have made holes of its own."""
-    if not plan.variables:
+    if not (plan.variables or plan.boxed):
         return state
-    structure = _tree.flatten(params, _is_node)[1]
+    parameters, structure = _tree.flatten(params, _is_node)
 
     def is_like_params(node: Any) -> bool:
         return type(node) is type(params) and _tree.flatten(node, _is_node)[1] == structure
 
     def place(node: Any) -> Any:
-        return _stored(plan, node) if is_like_params(node) and structure.num_leaves == len(plan.leaves) else node
+        return _stored(plan, node, parameters) if is_like_params(node) else node
 
     return jax.tree.map(place, state, is_leaf=lambda node: _is_node(node) or is_like_params(node))
 
@@ -67,20 +78,39 @@ def values_in(tree: PyTree, plan: Plan) -> PyTree:
     return jax.tree.map(_content, tree, is_leaf=_is_node) if plan.variables else tree
 
 
-def as_before(state: PyTree, like: PyTree, plan: Plan) -> PyTree:
-    """The inverse of :func:`values_in` for a new state: in the variables of ``like``, the one before."""
-    if not plan.variables or jax.tree.structure(values_in(like, plan)) != jax.tree.structure(state):
+def called_with(state: PyTree, plan: Plan, treedef: Any) -> PyTree:
+    """A stored state as an optimizer is called with it: the values of variables, and each array in its box."""
+    if not plan.boxed:
+        return values_in(state, plan)
+    params = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    boxes, structure = _tree.flatten(params, _is_node)
+
+    def boxed(node: Any) -> Any:
+        if not is_like_params(node):
+            return node
+        pairs = zip(_tree.flatten(node, _is_node)[0], boxes, strict=True)
+        return structure.unflatten([jax.tree.map(lambda _, x=x: x, b) if is_array(x) else x for x, b in pairs])
+
+    def is_like_params(node: Any) -> bool:
+        return type(node) is type(params) and _tree.flatten(node, _is_node)[1] == structure
+
+    return jax.tree.map(boxed, state, is_leaf=lambda node: _is_node(node) or is_like_params(node))
+
+
+def as_before(state: PyTree, like: PyTree, called: PyTree, plan: Plan) -> PyTree:
+    """The inverse of :func:`called_with` for a new state: as ``like``, which an optimizer was given as ``called``."""
+    if not (plan.variables or plan.boxed) or jax.tree.structure(called) != jax.tree.structure(state):
         return state
     return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state))
 
 
 def _is_node(node: Any) -> bool:
-    return _tree.is_variable(node) or _tree.is_leaf(node)
+    return _tree.is_wrapper(node) or _tree.is_leaf(node)
 
 
 def _content(node: Any) -> Any:
-    """What is in a variable; any other node as it is."""
-    if not _tree.is_variable(node):
+    """What is in a variable or a box; any other node as it is."""
+    if not _tree.is_wrapper(node):
         return node
-    [value] = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
-    return value
+    children = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+    return children[0] if len(children) == 1 else node

@@ -46,6 +46,7 @@ class Plan:
     selections: tuple[Selection, ...]
     treedef: Any = dataclasses.field(repr=False)  # None in a state that was unpickled
     variables: bool = False  # NNX variables: `update` is given their values, in other containers
+    boxed: bool = False  # metadata boxes of Linen, and no NNX variables
 
     @functools.cached_property
     def is_placeholder(self) -> bool:
@@ -231,7 +232,7 @@ class Plan:
         return len(self.leaves)  # that of all leaves would take time at each call of a jitted function
 
     def __reduce__(self) -> Any:
-        return Plan, (self.leaves, self.selections, None, self.variables)
+        return Plan, (self.leaves, self.selections, None, self.variables, self.boxed)
 
 
 def _is_missing(value: Any) -> bool:

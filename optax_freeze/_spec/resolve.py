@@ -126,7 +126,8 @@ def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice
     if tied == "error":
         refuse_tied(walk.values, leaves, selections)
     # An optimizer state contains the plan, so only the static fields of a `VariableLeaf` are kept.
-    return Plan(tuple(Leaf(*leaf) for leaf in leaves), tuple(selections), walk.treedef, bool(walk.variables))
+    kinds = bool(walk.variables), walk.wrapped and not walk.variables
+    return Plan(tuple(Leaf(*leaf) for leaf in leaves), tuple(selections), walk.treedef, *kinds)
 
 
 def _fit(choice: Choice, leaf: Leaf) -> Selection:

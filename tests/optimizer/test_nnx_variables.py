@@ -1,5 +1,6 @@
-"""The optimizer state of NNX parameters, read as tools of Flax and trainers read it."""
+"""The optimizer state of NNX parameters and of boxed ones, read as tools of Flax and trainers read it."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,7 @@ import optax
 import pytest
 from conftest import bits
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 import optax_freeze as fz
 
@@ -75,3 +76,31 @@ def test_variables_and_values_give_the_same_updates(spec):
         pure, _ = tx.update(nnx.as_pure(params), nnx.as_pure(state), nnx.as_pure(params))
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert bits(nnx.as_pure(updates)) == bits(pure)
+
+
+class Boxed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = lambda *axes: nn.with_partitioning(nn.initializers.lecun_normal(), axes)  # noqa: E731
+        x = nn.Dense(4, kernel_init=init(None, "x"), name="a")(x)
+        return nn.Dense(4, kernel_init=init("x", None), name="b")(x)
+
+
+@pytest.mark.parametrize("spec", MAKE)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_boxes_of_linen_place_an_optimizer_state(name, spec):
+    tx, mesh = MAKE[spec](OPTIMIZERS[name]()), jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    x = jnp.ones((2, 4))
+
+    def init():
+        params = Boxed().init(jax.random.key(0), x)["params"]
+        return params, tx.init(params)
+
+    with jax.set_mesh(mesh):
+        specs = nn.get_partition_spec(jax.eval_shape(init))
+        params, state = jax.jit(init, out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), specs))()
+        step = fz.train_step(lambda params: jnp.mean((Boxed().apply({"params": params}, x) - 1) ** 2), tx)
+        new, after, _ = jax.jit(step)(params, state)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        nn.unbox(after)
+    fz.assert_frozen(params, new, SPECS.get(spec, "a"))
