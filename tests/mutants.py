@@ -710,6 +710,8 @@ _BY_FILE = {
             "-k one_path",
         ),
         ("it is damaged ({in_one_line(error)})", "it is damaged", "-k valid_header"),
+    ],
+    ("_report/safetensors_format.py", "tests/test_main.py"): [
         ('"F4": "float4_e2m1fn",', "", "-k dtypes_of_safetensors"),
     ],
     ("_report/summary.py", "tests/report/test_summary.py"): [
