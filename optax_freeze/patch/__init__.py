@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
+from optax_freeze._report.safetensors_format import imported
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.rename import renamed
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
@@ -134,6 +135,7 @@ def save(
         expected, fix = "the name of a file", f'patch.save("{os.path.join(where, "tuned.safetensors")}", ...)'
         raise value_error("a directory, not a file", at=where, got="a directory", expected=expected, fix=fix)
     _refuse_other_metadata(metadata)
+    imported(where)
     found = dataclasses.replace(take(params, frozen, rename=rename, tied=tied), metadata=dict(metadata or {}))
     _file.refuse_unwritable(found.tensors)
     record = _file.record_of(found._leaves, found._names, found.tensors)
@@ -192,7 +194,7 @@ def apply(params: Tree, *patches: Patch, base: bool = True) -> Tree:
 
     Returns:
       The parameters with new values: the structure, dtypes, shardings and memory of ``params``, and NumPy arrays where
-      it has these.
+      it has these. Leaves without new values are the same objects, which a step that donates the result deletes.
 
     Raises:
       ValueError: if the base is another one; if two patches have a value for the same element; if a leaf is missing, or
