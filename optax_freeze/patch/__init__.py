@@ -26,7 +26,7 @@ from optax_freeze.patch._base import put_patch, refuse_misfits, refuse_missing, 
 from optax_freeze.patch._layout import taken
 from optax_freeze.patch._patch import Patch as Patch
 
-Tree = TypeVar("Tree")
+_Tree = TypeVar("_Tree")
 _CALL = 'patch.save("tuned.safetensors", params, frozen)'
 
 
@@ -179,7 +179,7 @@ def load(path: str | os.PathLike[str]) -> Patch:
     return Patch(tensors, metadata, tuple(leaves), names)
 
 
-def apply(params: Tree, *patches: Patch, base: bool = True) -> Tree:
+def apply(params: _Tree, *patches: Patch, base: bool = True) -> _Tree:
     """Puts the values of patches into the parameters of their base.
 
     All patches are compared with ``params`` before anything is changed, so patches that were learned apart are applied
@@ -246,8 +246,8 @@ def _refuse_half_a_tree(params: PyTree) -> None:
 
 
 def _one_name(name: str, path: str, other: str | None) -> ValueError:
-    got = f"{path} and {other}" if other is not None else f"{path}, and what safetensors calls so"
-    fix = f'rename={{"{path}": ...}}, with another name'
+    got = f"{path} and {other}" if other not in (None, path) else f"{path}, and the metadata of the file"
+    fix = f'rename={{"{path}": "{name}_2"}}'
     return value_error("two tensors with one name in a file", at=name, got=got, expected="a name for each", fix=fix)
 
 

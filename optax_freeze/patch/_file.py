@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import counted, described, in_one_line, value_error
@@ -31,7 +32,7 @@ def refuse_unwritable(tensors: Mapping[str, np.ndarray]) -> None:
     """A ``ValueError`` for a dtype that safetensors does not have."""
     for name, array in tensors.items():
         if str(array.dtype) not in _WRITTEN:
-            expected = "a dtype of safetensors: " + ", ".join(sorted(_WRITTEN))
+            expected = ", ".join(sorted(name for name in _WRITTEN if jnp.issubdtype(name, jnp.inexact)))
             fix = "convert this leaf with .astype, and call patch.apply(params, ..., base=False)"
             what = "safetensors does not have this dtype"
             raise value_error(what, at=name, got=str(array.dtype), expected=expected, fix=fix)
@@ -123,13 +124,14 @@ def _metadata(where: str, header: bytes) -> dict[str, str]:
         metadata = found.get("__metadata__", {})
         if isinstance(metadata, dict) and KEY in metadata and all(isinstance(x, str) for x in metadata.values()):
             return metadata
-    what, got = "the file is not a patch", "a file of safetensors without a record of what was trained"
-    if not isinstance(found, dict):
-        got = "a file that is damaged, or not of safetensors"
-    fix = (
-        "save it with patch.save; other tensors: fz.merge_pretrained(params, {name.replace('.', '/'): value for name,"
-        " value in safetensors.numpy.load_file(path).items()})"
-    )
+    what, got = "the file is not a patch", "a file that is damaged, or not of safetensors"
+    fix = "take the file from a copy, or save it again"
+    if isinstance(found, dict):
+        got = "a file of safetensors without a record of what was trained"
+        fix = (
+            "save it with patch.save; other tensors: fz.merge_pretrained(params, {name.replace('.', '/'): value for"
+            " name, value in safetensors.flax.load_file(path).items()})"
+        )
     raise value_error(what, at=where, got=got, expected="a file that patch.save wrote", fix=fix)
 
 
