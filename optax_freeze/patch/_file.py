@@ -45,7 +45,8 @@ def record_of(leaves: Sequence[LeafRecord], names: Mapping[str, str], tensors: M
 
 
 def _digest(array: np.ndarray) -> str:
-    return hashlib.sha256(memoryview(array.reshape(-1).view(np.uint8))).hexdigest()
+    data: Any = array.reshape(-1).view(np.uint8)
+    return hashlib.sha256(data).hexdigest()
 
 
 def _with_digest(content: Mapping[str, Any]) -> str:
