@@ -722,6 +722,8 @@ _BY_FILE = {
             "-k one_path",
         ),
         ("it is damaged ({in_one_line(error)})", "it is damaged", "-k valid_header"),
+    ],
+    ("_report/safetensors_format.py", "tests/test_main.py"): [
         ('"F4": "float4_e2m1fn",', "", "-k dtypes_of_safetensors"),
     ],
     ("_report/summary.py", "tests/report/test_summary.py"): [
@@ -762,8 +764,6 @@ _BY_FILE = {
         ("index.stop is None and not self.allow_empty:", "False:", "tests/spec/test_masks.py -k selects_no_row"),
     ],
     ("_spec/merge_pretrained.py", "tests/spec/test_merge_pretrained.py"): [
-        ("or new[axes[0]] < old[axes[0]]:", ":", "-k any_tree"),
-        ("or len(axes) != 1 or", "or not axes or", "-k any_tree"),
         ("found |= {i for i in hits if i in reasons}", "found |= set(hits)", "-k ignore"),
         ("    make_plan(params, spec, tied=tied)\n", "", "-k tied"),
         ("if i in walk.settings or not", "if not", "-k settings"),
@@ -808,7 +808,9 @@ _BY_FILE = {
         ),
     ],
     ("_spec/pretrained_leaf.py", "tests/spec/test_merge_pretrained.py"): [
-        ("out_shardings=own.sharding if own.committed else None", "out_shardings=None", "-k shardings"),
+        ("or new[axes[0]] < old[axes[0]]:", ":", "-k any_tree"),
+        ("or len(axes) != 1 or", "or not axes or", "-k any_tree"),
+        ("out_shardings=full.sharding if full.committed else None", "out_shardings=None", "-k shardings"),
         ("if isinstance(own, jax.Array) and not own.committed and not committed:", "if False:", "-k not_put_on"),
         ("dtype_of(value) if keep_dtype else dtype_of(own)", "dtype_of(own)", "-k dtypes"),
     ],
@@ -971,6 +973,19 @@ _BY_FILE = {
         ("    with _SAVING, contextlib", "    with contextlib", "tests/test_checkpoint.py -k two_threads"),
         ("array if is_array(array) else jnp.asarray(array) for", "array for", "-k checkpoint"),
         ('for character in "*?[")', "for character in ())", "tests/test_checkpoint.py -k wildcards"),
+    ],
+    ("patch/_base.py", "tests/test_patch.py"): [
+        ("fits = longer.axis == selection.axis", "pass", "-k onto_another"),
+        ("mask = elements(choice.array, compact=True) if", "mask = choice if", "-k makes_of"),
+    ],
+    ("patch/_file.py", "tests/test_patch.py"): [
+        ('if header.rstrip(b" ").endswith(b"}") else None', "", "-k damaged_byte"),
+        ('if n != "sha256"}) == text', "}) is not text", "-k damaged_byte"),
+        ("            os.unlink(unfinished)", "            pass", "-k complete_or"),
+    ],
+    ("patch/_layout.py", "tests/test_patch.py"): [
+        ("places = places[(numbers >= 0) & (numbers < selection.size)]", "pass", "-k no_rows"),
+        ("indices if shape == old else np.ravel", "indices if True else np.ravel", "-k onto_another"),
     ],
     ("features/_batches.py", "tests/test_features.py"): [
         ("    if len(shapes[0]) != len(first[0]):", "    if False:", "tests/test_errors.py -k 'Variants and other'"),

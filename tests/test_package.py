@@ -24,14 +24,15 @@ PACKAGE = pathlib.Path(fz.__file__).parent
 PAGE = pathlib.Path("docs/development.md").read_text()
 FOLDERS = re.findall(r"^\| `(_\w+)` \|", PAGE, re.MULTILINE)  # each imports only those above it
 API = pathlib.Path("docs/api.md").read_text()
-OUTER = ["linen", "nnx", "checkpoint", "features"]  # you import these yourself: they bring Flax or Orbax with them
+OUTER = ["linen", "nnx", "checkpoint", "features", "patch"]  # you import these yourself: most bring Flax or Orbax
 MAP = (PACKAGE / "__init__.py").read_text()
 PUBLIC = [name for name, value in vars(fz).items() if not (name.startswith("_") or inspect.ismodule(value))]
 
 
-def test_importing_it_loads_neither_flax_nor_orbax_nor_what_draws():
-    heavy = {"flax", "orbax", "orbax.checkpoint", "rich", "matplotlib", "jax.extend"}
-    code = f"import sys, optax_freeze; sys.exit(bool({heavy} & set(sys.modules)))"
+@pytest.mark.parametrize("module", ["optax_freeze", "optax_freeze.patch"])
+def test_importing_it_loads_neither_flax_nor_orbax_nor_what_draws(module):
+    heavy = {"flax", "orbax", "orbax.checkpoint", "rich", "matplotlib", "safetensors", "jax.extend"}
+    code = f"import sys, {module}; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
-from optax_freeze import checkpoint
+from optax_freeze import checkpoint, patch
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/recipes.md"
 [RECIPE] = re.findall(r"^```python\n(import sys\n.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
@@ -93,6 +93,12 @@ def main(directory):
     say("fingerprint", fz.fingerprint(restored, FROZEN))
     pairs = zip(jax.tree.leaves((restored, restored_state)), jax.tree.leaves((params, state)), strict=True)
     for got, expected in pairs:
+        assert got.sharding.mesh == other
+        assert whole(got).tobytes() == whole(expected).tobytes()
+
+    patch.save(directory.parent / "patch", params, FROZEN)  # process 0 writes what all have
+    new = patch.apply(again, patch.load(directory.parent / "patch"))
+    for got, expected in zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True):
         assert got.sharding.mesh == other
         assert whole(got).tobytes() == whole(expected).tobytes()
 

@@ -22,6 +22,7 @@ from etils import epath
 from numpy.lib import format as npy
 
 from optax_freeze._errors import in_one_line, is_int, value_error
+from optax_freeze._report.safetensors_format import DTYPES, imported
 from optax_freeze._spec import tree as _tree
 
 SUPPORTED = "a directory that Orbax wrote, or a .safetensors, .npz or Flax .msgpack file"
@@ -108,35 +109,13 @@ def _reader(file: epath.Path) -> Callable[[pathlib.Path], Any] | None:
 
 
 def _of_safetensors(file: pathlib.Path) -> dict[str, Any]:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        text = f"safetensors is not installed, which reads {file}: pip install safetensors"
-        raise ImportError(text) from error
+    safe_open = imported(str(file)).safe_open
     with safe_open(file, framework="numpy") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        unknown = [s.get_dtype() for s in slices.values() if s.get_dtype() not in _DTYPES_OF_SAFETENSORS]
+        unknown = [s.get_dtype() for s in slices.values() if s.get_dtype() not in DTYPES]
         if unknown:
             raise ValueError(f"the dtype {unknown[0]} is not known here")
-        return {name: _struct(s.get_shape(), _DTYPES_OF_SAFETENSORS[s.get_dtype()]) for name, s in slices.items()}
-
-
-_DTYPES_OF_SAFETENSORS = {
-    "BOOL": "bool",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    "F4": "float4_e2m1fn",
-    "F6_E2M3": "float6_e2m3fn",
-    "F6_E3M2": "float6_e3m2fn",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-}
+        return {name: _struct(s.get_shape(), DTYPES[s.get_dtype()]) for name, s in slices.items()}
 
 
 def _shards_of_safetensors(index: pathlib.Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Choice, rows
 from optax_freeze._spec.merge_report import TOLD, Grown, MergeReport, told
 from optax_freeze._spec.prefix_tree import is_above
-from optax_freeze._spec.pretrained_leaf import dtype_of, grown, loaded, shape_of
+from optax_freeze._spec.pretrained_leaf import KINDS, dtype_of, grown, growth_of, kind_of, loaded, shape_of
 from optax_freeze._spec.rename import renamed, suggested
 from optax_freeze._spec.resolve import Tied, make_plan
 from optax_freeze._spec.selector_algebra import Path, Selectable, Selector, as_selector, is_selector
@@ -29,7 +29,6 @@ from optax_freeze._spec.tree import Leaf, PyTree
 
 Tree = TypeVar("Tree")
 _Dtype = Literal["params", "pretrained"]
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 @jax.tree_util.register_static
@@ -141,7 +140,7 @@ def merge_pretrained(
     if not ignored >= reasons.keys():
         left = [(given[i], reason) for i, reason in reasons.items() if i not in ignored]
         raise _unplaced(left, given, {path: value for path, value in own.items() if path not in placed})
-    growth = {path: _growth(path, own[path], each.value) for path, each in placed.items()}
+    growth = {path: growth_of(path, own[path], each.value) for path, each in placed.items()}
     choices = tuple(_choice(growth[path], own[path]) if path in placed else False for path in own)
     spec = MergedSpec(tuple(own), choices)
     make_plan(params, spec, tied=tied)
@@ -185,26 +184,13 @@ def _misfit(given: _Given, own: Mapping[str, Any], fixed: set[str], dtype: str) 
         return "an array in `pretrained`, and none in `params`" if shape_of(value) else ""
     if not _is_parameter(value):
         return f"a {type(value).__name__} in `pretrained`, and an array in `params`"
-    if shape_of(value) != shape_of(mine) and _growth(given.path, mine, value) is None:
+    if shape_of(value) != shape_of(mine) and growth_of(given.path, mine, value) is None:
         return f"shape {shape_of(value)} in `pretrained`, {shape_of(mine)} in `params`"
-    kinds = [_kind(dtype_of(each)) for each in (value, mine)]
-    keeps = dtype == "pretrained" and shape_of(value) == shape_of(mine) and set(kinds) <= set(_KINDS)
+    kinds = [kind_of(dtype_of(each)) for each in (value, mine)]
+    keeps = dtype == "pretrained" and shape_of(value) == shape_of(mine) and set(kinds) <= set(KINDS)
     if kinds[0] == kinds[1] or kinds == [jnp.floating, jnp.complexfloating] or keeps:
         return ""
     return f"{dtype_of(value)} in `pretrained`, {dtype_of(mine)} in `params`"
-
-
-def _kind(dtype: Any) -> Any:
-    return next((kind for kind in _KINDS if jnp.issubdtype(dtype, kind)), dtype)
-
-
-def _growth(path: str, mine: Any, value: Any) -> Grown | None:
-    """How a leaf grew along one axis, if it did."""
-    new, old = shape_of(mine), shape_of(value)
-    axes = [i for i, (a, b) in enumerate(zip(new, old, strict=False)) if a != b]
-    if len(new) != len(old) or len(axes) != 1 or new[axes[0]] < old[axes[0]]:
-        return None
-    return Grown(path, axes[0], old[axes[0]], new[axes[0]])
 
 
 def _choice(longer: Grown | None, mine: Any) -> Choice:

@@ -11,11 +11,13 @@ from jax.sharding import NamedSharding
 from optax_freeze._errors import is_array, is_concrete, is_scalar
 from optax_freeze._spec.conversion import converted
 from optax_freeze._spec.masks import rows
-from optax_freeze._spec.memory_kinds import is_on_host
-from optax_freeze._spec.selection import FROZEN
-from optax_freeze._spec.sharding import explicit_sharding, fitting
+from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
+from optax_freeze._spec.merge_report import Grown
+from optax_freeze._spec.selection import FROZEN, RowIndex, Selection
+from optax_freeze._spec.sharding import explicit_sharding, fitting, replicated
 from optax_freeze._spec.tree import Leaf, Part
 
+KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 _FIX = 'use a wider dtype in `params`, or dtype="pretrained" for leaves that are frozen as a whole'
 
 
@@ -29,6 +31,20 @@ def dtype_of(value: Any) -> Any:
     return dtype.newbyteorder("=") if isinstance(dtype, np.dtype) else dtype
 
 
+def kind_of(dtype: Any) -> Any:
+    """What kind of numbers a dtype has, one of ``KINDS``; the dtype itself if it has none."""
+    return next((kind for kind in KINDS if jnp.issubdtype(dtype, kind)), dtype)
+
+
+def growth_of(path: str, mine: Any, value: Any) -> Grown | None:
+    """How a leaf grew along one axis, if it did."""
+    new, old = shape_of(mine), shape_of(value)
+    axes = [i for i, (a, b) in enumerate(zip(new, old, strict=False)) if a != b]
+    if len(new) != len(old) or len(axes) != 1 or new[axes[0]] < old[axes[0]]:
+        return None
+    return Grown(path, axes[0], old[axes[0]], new[axes[0]])
+
+
 def has_values(value: Any) -> bool:
     """Whether a leaf is more than a shape and a dtype."""
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -36,7 +52,7 @@ def has_values(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic)) or is_scalar(value) or hasattr(value, "__array__")
 
 
-def loaded(own: Any, value: Any, path: str, *, keep_dtype: bool) -> Any:
+def loaded(own: Any, value: Any, path: str, *, keep_dtype: bool = False, fix: str = _FIX) -> Any:
     """The pretrained value of a whole leaf, or its shape if it has no values."""
     dtype: Any = dtype_of(value) if keep_dtype else dtype_of(own)
     if keep_dtype and _is_of_jax(own):
@@ -48,39 +64,48 @@ def loaded(own: Any, value: Any, path: str, *, keep_dtype: bool) -> Any:
     if is_scalar(own) and not isinstance(value, Tracer):
         return type(own)(np.asarray(value).item())
     if isinstance(own, (np.ndarray, np.generic)) and not isinstance(value, Tracer):
-        array = converted(np.asarray(value), dtype, path, _FIX)
+        array = converted(np.asarray(value), dtype, path, fix)
         return array if isinstance(own, np.ndarray) else array[()]
     if isinstance(value, np.ndarray):
-        return _placed(converted(value, dtype, path, _FIX), own)
-    return _placed(converted(_placed(value, own), dtype, path, _FIX), own)
+        return _placed(converted(value, dtype, path, fix), own)
+    return _placed(converted(_placed(value, own), dtype, path, fix), own)
 
 
-def grown(own: Any, value: Any, path: str, axis: int) -> Any:
+def grown(own: Any, value: Any, path: str, axis: int, fix: str = _FIX) -> Any:
     """A leaf with pretrained values in its leading rows; its shape if one of the two has no values."""
-    rows_of_value, dtype = shape_of(value)[axis], dtype_of(own)
     if not (has_values(own) and has_values(value)):
-        return jax.ShapeDtypeStruct(shape_of(own), dtype, sharding=_sharding(own))
-    if not isinstance(value, jax.Array):
-        value = np.asarray(value)
+        return jax.ShapeDtypeStruct(shape_of(own), dtype_of(own), sharding=_sharding(own))
+    selection = (~rows(slice(0, shape_of(value)[axis]), axis)).fit(Leaf(path, shape_of(own), dtype_of(own)))
+    return put(own, value if isinstance(value, jax.Array) else np.asarray(value), selection, path, fix)
+
+
+def put(own: Any, value: Any, selection: Selection, path: str, fix: str = _FIX) -> Any:
+    """A leaf with other values in its trainable rows or compact elements."""
+    if selection is FROZEN:
+        return own  # the array has no rows
+    is_rows = isinstance(selection, RowIndex)
     if isinstance(own, np.ndarray) and not isinstance(value, Tracer):
         new = np.array(own)
-        new[(slice(None),) * axis + (slice(rows_of_value),)] = converted(np.asarray(value), dtype, path, _FIX)
+        places = (slice(None),) * selection.axis + (selection.numbers,) if is_rows else ~np.asarray(selection.array)
+        new[places] = converted(np.asarray(value), dtype_of(own), path, fix)
         return new
-    selection = (~rows(slice(0, rows_of_value), axis)).fit(Leaf(path, shape_of(own), dtype))
-    if selection is FROZEN:
-        return own  # the pretrained array has no rows
     if isinstance(value, np.ndarray):
-        value = converted(value, dtype, path, _FIX)
-    if isinstance(own, jax.Array) and is_concrete(own) and own.committed:
-        sharding = own.sharding
+        value = converted(value, dtype_of(own), path, fix)
+    full = own if is_rows else to_device(own)
+    if isinstance(full, jax.Array) and is_concrete(full) and full.committed:
+        sharding = full.sharding
         if isinstance(sharding, NamedSharding):
-            sharding = fitting(sharding, len(value.shape), value.shape)
+            sharding = fitting(sharding, value.ndim, value.shape) if is_rows else replicated(sharding)
         value = jax.device_put(value, sharding)
-    value = converted(jnp.asarray(value), dtype, path, _FIX)
-    put = lambda own, value: selection.put(own, Part(value))  # noqa: E731
-    if not is_concrete(own) or is_on_host(own) or not isinstance(own, jax.Array):
-        return _placed(put(own, value), own)
-    return jax.jit(put, out_shardings=own.sharding if own.committed else None)(own, value)
+    value = converted(jnp.asarray(value), dtype_of(own), path, fix)
+    if not is_concrete(full) or is_on_host(full) or not isinstance(full, jax.Array):
+        return _placed(_put(full, value, selection), own)
+    new = jax.jit(_put, out_shardings=full.sharding if full.committed else None)(full, value, selection)
+    return to_memory_of(own, new)
+
+
+def _put(full: Any, value: Any, selection: Selection) -> Any:
+    return selection.put(full, Part(value))
 
 
 def _is_of_jax(own: Any) -> bool:

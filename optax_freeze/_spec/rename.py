@@ -1,4 +1,4 @@
-"""Other names for the leaves of a checkpoint: a path, or the beginning of paths, in place of another."""
+"""Other names for leaves: a path, or the beginning of paths, in place of another."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,36 +8,50 @@ from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.prefix_tree import is_above
 
 
-def renamed(paths: Sequence[str], rename: Mapping[str, str] | None, known: Sequence[str]) -> list[str]:
-    """The paths of pretrained leaves in the parameters, whose paths are ``known``; the longest name applies."""
-    names = _checked(rename)
+def renamed(
+    paths: Sequence[str],
+    rename: Mapping[str, str] | None,
+    known: Sequence[str] | None = None,
+    *,
+    of: str = "pretrained",
+) -> list[str]:
+    """Other names for the leaves of the argument ``of``; the longest name applies.
+
+    They are paths in the parameters, whose paths are ``known``; or if None, names in a file, with dots for slashes.
+    """
+    separator = "." if known is None else "/"
+    names = _checked(rename, of, "name in the file" if known is None else "path in params")
     longest = [next((name for name in names if is_above(name, path)), None) for path in paths]
     pairs = list(zip(paths, longest, strict=True))
-    new = [path if name is None else _joined(names[name], path[len(name) :]) for path, name in pairs]
+    new = [
+        path.replace("/", separator) if name is None else _joined(names[name], path[len(name) :], separator)
+        for path, name in pairs
+    ]
     for name, target in names.items():
         of_name = [path for path in paths if is_above(name, path)]
         results = [path for path, other in zip(new, longest, strict=True) if other == name]
         if not results:
-            what = f"rename: {name!r} matches no leaf of `pretrained`"
+            what = f"rename: {name!r} matches no leaf of `{of}`"
             got, fix = f"0 of {counted(len(paths), 'leaf', 'leaves')}", f"nearest paths: {nearest(name, paths)}"
             if of_name:
                 what = f"rename: {name!r} never applies: longer names match all its leaves"
                 got, fix = f"{counted(len(of_name), 'leaf', 'leaves')} with longer names", "delete this name"
-            expected = "a path of `pretrained`, or the beginning of paths, without wildcards"
+            expected = f"a path of `{of}`, or the beginning of paths, without wildcards"
             raise value_error(what, at=name, got=got, expected=expected, fix=fix)
-        if not set(results) & set(known):
+        if known is not None and not set(results) & set(known):
             what, got = f"rename: {name!r} leads to no leaf of `params`", f"{target!r}: {results[0]}"
             expected, fix = "paths of `params`", f"nearest paths: {nearest(target, known)}"
             raise value_error(what, at=name, got=got, expected=expected, fix=fix)
-    _refuse_two_with_one_path(paths, new)
+    if known is not None:
+        _refuse_two_with_one_path(paths, new)
     return new
 
 
-def _checked(rename: Mapping[str, str] | None) -> dict[str, str]:
+def _checked(rename: Mapping[str, str] | None, of: str, to: str) -> dict[str, str]:
     """The names, the longest first."""
     if rename is None:
         return {}
-    expected, fix = "{path in pretrained: path in params}", 'rename={"backbone": "encoder"}'
+    expected, fix = f"{{path in {of}: {to}}}", 'rename={"backbone": "encoder"}'
     refuse_no_mapping("rename", rename, expected, at="rename", fix=fix)
     for each in (*rename, *rename.values()):
         if not isinstance(each, str):
@@ -46,8 +60,9 @@ def _checked(rename: Mapping[str, str] | None) -> dict[str, str]:
     return {name: rename[name] for name in sorted(rename, key=len, reverse=True)}
 
 
-def _joined(target: str, rest: str) -> str:
-    return f"{target}/{rest.lstrip('/')}".strip("/") if rest else target
+def _joined(target: str, rest: str, separator: str) -> str:
+    rest = rest.lstrip("/").replace("/", separator)
+    return f"{target}{separator}{rest}".strip(separator) if rest else target
 
 
 def _refuse_two_with_one_path(paths: Sequence[str], new: Sequence[str]) -> None:

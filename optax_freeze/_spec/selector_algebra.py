@@ -250,19 +250,21 @@ class Rules(Selector):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ResolvedSpec(Selector):
-    """A spec that is already resolved: one choice for each path."""
+    """A spec that is already resolved: one choice for each path; ``of`` says where it was read from."""
 
     paths: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     choices: Choices
+    of: str = dataclasses.field(default="state", metadata={"static": True})
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        fix = "use the spec of the state that belongs to these parameters"
+        fix = f"use the spec of the {self.of} that belongs to these parameters"
         fix = _tree.with_fix_of_module(fix, leaves, self.paths)
         _tree.refuse_other_paths([leaf.path for leaf in leaves], self.paths, repr(self), fix)
         return list(self.choices)
 
     def __repr__(self) -> str:
-        return f"fz.spec_of(<state of {len(self.paths)} leaves>)"
+        leaves = f"<{self.of} of {len(self.paths)} leaves>"
+        return f"fz.spec_of({leaves})" if self.of == "state" else f"{leaves}.frozen"
 
 
 def _operand(selector: Selector) -> str:

@@ -24,14 +24,15 @@ def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> 
             selection = value.selection if selection is FROZEN else selection
             value = value.array
         value = np.asarray(value, jnp.result_type(value)) if is_number(value) else value
-        _refuse_unreadable(value, leaf.path, name, traced)
+        refuse_unreadable(value, leaf.path, name, traced=traced)
         for mask in jax.tree.leaves(selection):
-            _refuse_unreadable(mask, leaf.path, "the mask of a leaf", traced)
+            refuse_unreadable(mask, leaf.path, "the mask of a leaf", traced=traced)
         found[leaf.path] = (value, selection)
     return found
 
 
-def _refuse_unreadable(value: Any, path: str, name: str, traced: bool) -> None:
+def refuse_unreadable(value: Any, path: str, name: str, *, traced: bool = False) -> None:
+    """An error for a value that cannot be read, or not outside of ``jit`` unless it may be ``traced``."""
     if isinstance(value, Part):
         what, got = "the trainable part of a leaf instead of the full leaf", f"a Part of a leaf of shape {value.shape}"
         fix = "pass the full parameters, fz.combine(trainable, rest), or `rest` alone"

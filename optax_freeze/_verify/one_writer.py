@@ -41,6 +41,12 @@ def only_writer(where: str) -> Iterator[None]:
                 os.rmdir(each)
 
 
+def sync(path: str) -> None:
+    """Forces a file to the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def another_writer(where: str) -> ValueError:
     expected, fix = "one writer", "wait until it is done, or use a separate directory for each process"
     what, got = "another process or thread is writing to this directory", f"the lock {os.path.join(where, LOCK)}"

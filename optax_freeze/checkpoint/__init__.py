@@ -8,10 +8,9 @@ error. Orbax alone writes the whole tree, and restores it without comparing anyt
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from optax_freeze._errors import described, is_array, message, type_error, value_error, whole_number
 from optax_freeze._optimizer.freeze_when import register_groups_with_flax
@@ -30,8 +28,8 @@ from optax_freeze._spec.sharding import replicated
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.shardings import Placed, beside
 from optax_freeze._verify import base_record
-from optax_freeze._verify.bits import hashed
 from optax_freeze._verify.one_writer import another_writer, only_writer
+from optax_freeze._verify.processes import in_process_0, refuse_different_processes
 from optax_freeze.checkpoint import _record
 
 register_with_flax()
@@ -136,10 +134,10 @@ def save(
     _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
     leaves = functools.partial(base_record.leaf_records, params, plan)
-    _refuse_different_processes("the spec", lambda: _record.Record(leaves(fingerprints=False), None, (), {}))
+    refuse_different_processes("the spec", lambda: [leaf.as_json() for leaf in leaves(fingerprints=False)])
     state = None if opt_state is None else _record.state_records(opt_state)
     record = _record.Record(leaves(), state, _record.digests_of(opt_state), {})
-    _refuse_different_processes("the frozen bits", lambda: record)
+    refuse_different_processes("the frozen bits", record.as_json)
     nodes = {"trainable": plan.take(values), "masks": plan.masks, "opt_state": _record.flatten_state(opt_state)[0]}
     written = {item: {n: array for n, array in _arrays(flat).items() if np.size(array)} for item, flat in nodes.items()}
     items: dict[str, Any] = {item: ocp.args.StandardSave(arrays) for item, arrays in written.items() if arrays}
@@ -296,18 +294,8 @@ def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:
 
 def _refuse_other_writers(where: str, held: contextlib.ExitStack) -> None:
     """Locks a directory, in process 0; all processes raise an error if that fails."""
-    if "://" in where:
-        return
-    refused = None
-    if jax.process_index() == 0:
-        try:
-            held.enter_context(only_writer(where))
-        except ValueError as error:
-            refused = error
-    if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.bool_(refused is not None))):
-        refused = refused or another_writer(where)
-    if refused:
-        raise refused
+    if "://" not in where:
+        in_process_0(lambda: held.enter_context(only_writer(where)), otherwise=lambda: another_writer(where))
 
 
 def _exists(where: str) -> bool:
@@ -380,19 +368,6 @@ def _with_array(node: Any, array: Any) -> Any:
     [old], structure = jax.tree.flatten(node)
     array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if base_record.is_key(old) else array
     return jax.tree.unflatten(structure, [array])
-
-
-def _refuse_different_processes(what: str, record: Callable[[], _record.Record]) -> None:
-    if jax.process_count() == 1:
-        return
-    own = hashed(json.dumps(record().as_json(), sort_keys=True))
-    first, *others = np.asarray(multihost_utils.process_allgather(own))
-    for process, other in enumerate(others, 1):
-        if not np.array_equal(other, first):
-            at, got = f"process {process}", f"the fingerprint {other.tobytes().hex()}"
-            expected = f"{first.tobytes().hex()}, as in process 0"
-            fix = "run the same program with the same spec and parameters in every process"
-            raise value_error(f"processes differ in {what}", at=at, got=got, expected=expected, fix=fix)
 
 
 def _nothing_there(where: str, got: str, step: int | None = None) -> FileNotFoundError:

@@ -14,7 +14,7 @@ from optax_freeze._errors import counted, described, is_array, type_error, value
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.base_record import absolute
-from optax_freeze._verify.one_writer import only_writer
+from optax_freeze._verify.one_writer import only_writer, sync
 from optax_freeze.features import _record
 from optax_freeze.features._arrays import Writer, by_example, held, on_host
 from optax_freeze.features._batches import computation
@@ -109,7 +109,7 @@ def write(
                 _record.add_batch(where, record, digest, len(arrays[0]))
                 if time.monotonic() > synced + _SECONDS:
                     writer.sync()
-                    _record.sync(os.path.join(where, _record.FILE))
+                    sync(os.path.join(where, _record.FILE))
                     synced = time.monotonic()
                 speed = bar.tasks[task].speed or 0
                 bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0][0]):.3g} examples/s")

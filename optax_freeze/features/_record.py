@@ -18,7 +18,7 @@ from optax_freeze._errors import counted, described, message, value_error
 from optax_freeze._precompute.precompute import Features, Precomputed, full_plan
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import base_record
-from optax_freeze._verify.one_writer import LOCK
+from optax_freeze._verify.one_writer import LOCK, sync
 
 FILE = "features.record"
 
@@ -88,12 +88,6 @@ def _append(file: str, record: Record, content: dict[str, Any]) -> None:
         out.truncate()
         out.write(line)
     record.size += len(line)
-
-
-def sync(path: str) -> None:
-    """Forces a file to the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def read_record(
