@@ -2,6 +2,8 @@
 
 import importlib.util
 import io
+import pathlib
+import re
 
 import equinox as eqx
 import jax
@@ -229,6 +231,12 @@ class TestWithoutATPU:
         )
         assert (third.fits, whole.fits) == (None, False)
         assert whole.memory_bytes == pytest.approx(3 * third.memory_bytes, rel=0.01)
+
+    def test_the_script_of_the_page(self, capsys):
+        page = pathlib.Path("docs/does_it_fit.md").read_text(encoding="utf-8")
+        [script] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+        exec(script, {})
+        assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[2:5]] == ["yes"] * 3
 
 
 class TestNNX:
