@@ -60,7 +60,7 @@ class SpecCosts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Costs:
+class Costs(_table.Report):
     """The result of :func:`optax_freeze.costs`, which can be printed, or shown in a notebook or by rich.
 
     Attributes:
@@ -78,17 +78,6 @@ class Costs:
 
     rows: tuple[SpecCosts, ...]
     memory: int | None = None
-
-    def __str__(self) -> str:
-        return _table.as_text(self._table())
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return _table.as_rich(self._table())
-
-    def _repr_html_(self) -> str:
-        return _table.as_html(self._table())
 
     def _table(self) -> _table.Table:
         header = {"spec": "left", **dict.fromkeys(("trainable", "bytes", "optimizer state", "memory"), "right")}
@@ -172,9 +161,9 @@ def costs(
             raise value_error("a spec without a name", at="specs", got=got, expected="from a name to a spec", fix=fix)
     memory = _checked(memory)
     as_transformation(tx, _CALL)
-    inner: Any = eval_init(freeze(tx, False, tied="ignore").init, params)  # without leaves that cannot train
-    refuse_freezing(inner.inner_state, at="tx", fix="unwrap it: tx=inner for tx=fz.freeze(inner, frozen)")
     shapes, batch = placed(params, batch)
+    inner: Any = eval_init(freeze(tx, False, tied="ignore").init, shapes)  # without leaves that cannot train
+    refuse_freezing(inner.inner_state, at="tx", fix="unwrap it: tx=inner for tx=fz.freeze(inner, frozen)")
     memory = limit(shapes) if memory is None else memory
     rows = []
     with progress_bar(len(specs)) as show:
@@ -182,7 +171,7 @@ def costs(
             show(name)
             try:
                 counted, frozen_tx = summary(params, spec), freeze(tx, spec)
-                state = eval_init(frozen_tx.init, params)
+                state = eval_init(frozen_tx.init, shapes)
                 of_spec = move_to_host(shapes, spec) if offload else shapes
                 of_state = jax.tree.map(
                     lambda x, sharding: jax.ShapeDtypeStruct(

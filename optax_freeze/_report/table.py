@@ -229,3 +229,21 @@ def as_html(table: Table) -> str:
     body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     totals = "<br>".join(map(html.escape, table.totals))
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n<p>{totals}</p>"
+
+
+class Report:
+    """What prints as a table: plain text, for rich, and in a notebook."""
+
+    def _table(self) -> Table:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return as_text(self._table())
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return as_rich(self._table())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._table())

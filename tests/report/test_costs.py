@@ -15,12 +15,14 @@ import rich.console
 from benchmarks.measure import on, tpu_sharding
 from conftest import bits, counting_flops
 from flax import nnx
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
 import optax_freeze.nnx as fnnx
 from optax_freeze._jax_internals import without_unused
+from optax_freeze._program.flops import flops
 
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
 SGD = optax.sgd(0.1)
@@ -120,6 +122,17 @@ class TestOperations:
         last, dynamic, everything = fz.costs(loss, shapes(), specs, BATCH, tx=SGD).rows
         assert last.flops < dynamic.flops <= 1.02 * everything.flops
 
+    def test_count_each_cell_of_a_grid(self):
+        def of(cells):
+            def kernel(x, out):
+                out[...] = x[...] @ x[...]
+
+            square = pl.pallas_call(kernel, grid=(cells,), out_shape=x, interpret=True)
+            return flops(jax.make_jaxpr(square)(x).eqns)
+
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        assert of(4) == 4 * of(1) >= 4 * 2 * 8**3
+
     def test_count_all_devices(self):
         mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
         placed, batch = on(NamedSharding(mesh, P()), shapes(2, 64)), jax.ShapeDtypeStruct((16, 64), jnp.float32)
@@ -206,6 +219,11 @@ class TestWhatFits:
                 fz.costs(loss, shapes(), {"first": "head", "\x1b[31m": frozen}, BATCH, tx=ADAMW)
             assert caught.value.__notes__[-1] == r"with the spec '\x1b[31m'"
 
+    def test_arrays_in_host_memory_count_as_memory_of_the_host(self):
+        away = fz.offload(arrays(shapes()), "layers")
+        assert row(loss, away, BATCH) == row(loss, shapes(), BATCH, offload=True)
+        assert row(loss, away, BATCH).host_bytes == away["layers"].nbytes
+
 
 @on_tpu
 class TestWithoutATPU:
@@ -260,6 +278,12 @@ class TestNNX:
         assert [row.trainable_elements for row in found.rows] == [34, 8 * 16 + 16 + 32 + 34]
         abstract = nnx.eval_shape(lambda: self.Model(nnx.Rngs(0)))
         assert fnnx.costs(self.loss, abstract, specs, np.ones((4, 8), np.float32), tx=ADAMW).rows == found.rows
+
+    def test_rows(self):
+        frozen = {"kernel": fz.rows(slice(0, 6)), "bias": True}
+        model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        [found] = fnnx.costs(self.loss, model, {"rows": frozen}, jnp.ones((4, 8)), tx=ADAMW).rows
+        assert (found.trainable_elements, found.state_bytes) == (8, 2 * 8 * 4 + 4)
 
     def test_auxiliary_outputs_and_frozen_variables(self):
         model = fnnx.freeze(self.Model(nnx.Rngs(0)), "body")
