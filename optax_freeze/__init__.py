@@ -55,8 +55,9 @@ from optax_freeze._state.migrate import migrate as migrate
 from optax_freeze._memory.cast import cast as cast
 from optax_freeze._memory.offload import offload as offload
 
-# Reports: what is frozen, and how much it saves.
+# Reports: what is frozen, how much it saves, and what fits.
 from optax_freeze._report.summary import summary as summary
+from optax_freeze._report.costs import costs as costs
 from optax_freeze._report.print_trainable import print_trainable as print_trainable
 
 # Computing frozen layers once per batch.

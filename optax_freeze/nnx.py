@@ -18,11 +18,14 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, ge
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 
 from optax_freeze._errors import described, refuse_unknown_choice, type_error, value_error
 from optax_freeze._gradient.freeze_loss import call_frozen
 from optax_freeze._gradient.grad import refuse_no_function
+from optax_freeze._report.costs import Costs
+from optax_freeze._report.costs import costs as costs_of_parameters
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.module_parameters import variables_of
 from optax_freeze._spec.resolve import Spec, make_plan, register_with_flax, warn_of_extent
@@ -236,6 +239,61 @@ def freeze_loss(fun: Callable[Concatenate[_Module, _P], _T], frozen: Spec) -> Ca
             return _merge(context, out)
 
     return frozen_fn
+
+
+def costs(
+    loss: Callable[..., Any],
+    model: nnx.Pytree,
+    specs: Mapping[str, Spec],
+    *batch: Any,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    memory: float | None = None,
+    offload: bool = False,
+    has_aux: bool = False,
+    extra_args: Sequence[str] = (),
+) -> Costs:
+    """:func:`optax_freeze.costs` for an NNX model: which specs fit, before a run.
+
+    The step differentiates ``nnx.Param`` alone. Other variables, such as batch statistics and each
+    :class:`FrozenParam`, are arguments of the step, and their new values are results. The model is not changed.
+
+    Args:
+      loss: the function to differentiate, called as ``loss(model, *batch)``.
+      model: an NNX module with arrays, or with the shapes that ``nnx.eval_shape(lambda: Model(...))`` gives it.
+      specs: from a name to a spec for the tree of the model's ``nnx.Param``, in any form.
+      *batch: the other arguments of ``loss``, arrays or shapes.
+      tx, memory, offload, has_aux, extra_args: as in :func:`optax_freeze.costs`.
+
+    Returns:
+      A :class:`optax_freeze.typing.Costs`.
+
+    Raises:
+      TypeError: if ``model`` is not an NNX module.
+      TypeError, ValueError: in the same cases as :func:`optax_freeze.costs`.
+
+    Example:
+      >>> import jax, optax, optax_freeze.nnx as fnnx
+      >>> model = nnx.eval_shape(lambda: nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+      >>> loss = lambda model, x: (model(x) ** 2).mean()
+      >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
+      >>> found = fnnx.costs(loss, model, {"bias": "kernel", "all": False}, x, tx=optax.adam(1e-3))
+      >>> [(row.name, row.trainable_elements) for row in found.rows]
+      [('bias', 32), ('all', 2080)]
+    """
+    refuse_no_function(loss, model, "fnnx.costs(loss, model, {name: spec}, *batch, tx=tx)")
+    _check_module(model, "costs", specs)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def of_params(params: Any, rest: Any, *batch: Any) -> Any:
+        module = nnx.merge(graphdef, *jax.tree.map(lambda x: x, (params, rest)))  # new variables, of this trace
+        out = loss(module, *batch)
+        value, aux = out if has_aux else (out, None)
+        before = {*map(id, jax.tree.leaves(rest))}
+        after = jax.tree.leaves(nnx.split(module, nnx.Param, ...)[2])
+        return value, (aux, [x for x in after if id(x) not in before])
+
+    options: Any = {"memory": memory, "offload": offload, "has_aux": True, "extra_args": extra_args}
+    return costs_of_parameters(of_params, params, specs, rest, *batch, tx=tx, **options)
 
 
 class Frozen(nnx.Module):

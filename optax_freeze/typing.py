@@ -9,6 +9,8 @@ from optax_freeze._gradient.explain import Explanation as Explanation
 from optax_freeze._optimizer.conditions import GroupStats as GroupStats
 from optax_freeze._precompute.precompute import Features as Features
 from optax_freeze._precompute.precompute import Precomputed as Precomputed
+from optax_freeze._report.costs import Costs as Costs
+from optax_freeze._report.costs import SpecCosts as SpecCosts
 from optax_freeze._report.summary import Summary as Summary
 from optax_freeze._report.table import Row as Row
 from optax_freeze._spec.masks import ElementMask as ElementMask

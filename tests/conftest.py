@@ -34,7 +34,7 @@ from jax.extend.core import Literal
 
 import optax_freeze as fz
 from optax_freeze._jax_internals import Branches, Call, Loop, While, inside, programs_in
-from optax_freeze._precompute.flops import flops
+from optax_freeze._program.flops import flops
 
 SLOW = 3.0
 """The seconds from which a test is on the page that ``--durations-page`` writes."""

@@ -133,6 +133,7 @@ OUTPUTS = {
     "summary": lambda: str(fz.summary(tree(), both(fz.rows([0])), optax.adam(0.1))),
     "summary in HTML": lambda: fz.summary(tree(), both(True))._repr_html_(),
     "summary by rich": lambda: shown_by_rich(fz.summary(tree(), both(True))),
+    "costs": lambda: str(fz.costs(read_rows, tree(), {NAMES[0]: False}, tx=optax.sgd(0.1))),
     "nnx": lambda: fnnx.freeze(module(), "red"),
 }
 

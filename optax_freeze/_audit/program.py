@@ -27,8 +27,8 @@ from optax_freeze._audit.readers import Counts, Readers
 from optax_freeze._audit.step import State, Step
 from optax_freeze._errors import is_array
 from optax_freeze._jax_internals import ClosedJaxpr, with_results
-from optax_freeze._precompute.flops import flops_of_program
 from optax_freeze._program.dependence import dependent, reached
+from optax_freeze._program.flops import flops_of_program
 from optax_freeze._program.trace import flatten
 from optax_freeze._program.traced_function import as_argument
 from optax_freeze._spec.memory_kinds import to_device

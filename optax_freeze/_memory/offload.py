@@ -137,7 +137,7 @@ def _to_host(value: Any) -> Any:
         return value
     if isinstance(value, Tracer):
         return jax.device_put(value, jax.memory.Space.Host)
-    sharding = getattr(value, "sharding", None) or SingleDeviceSharding(_default_device())
+    sharding = getattr(value, "sharding", None) or SingleDeviceSharding(default_device())
     _refuse_no_host_memory(sharding)
     return _placed(value, _with_rows_apart(value, sharding.with_memory_kind(HOST)))
 
@@ -165,7 +165,7 @@ def _placed(value: Any, sharding: Any) -> Any:
     return jax.device_put(value, sharding)
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
     """The device on which JAX puts arrays by default."""
     config: Any = jax.config
     device = config.jax_default_device

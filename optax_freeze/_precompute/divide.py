@@ -16,13 +16,13 @@ from optax_freeze._precompute.cut import Cut, first_dependent, is_cheap, minimum
 from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
 from optax_freeze._precompute.digest import digest, text_of, without_count
 from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
-from optax_freeze._precompute.flops import flops_of_tasks
 from optax_freeze._precompute.frozen_gradient import without_gradient_of
 from optax_freeze._precompute.graph import Graph, Key, Node, graph
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._precompute.traced_gradient import COTANGENT, Gradient, with_gradient
 from optax_freeze._program.decisions import decisive
 from optax_freeze._program.dependence import divided
+from optax_freeze._program.flops import flops_of_tasks
 from optax_freeze._program.regions import EVERYTHING, Rows, Values
 from optax_freeze._program.tasks import Schedule
 from optax_freeze._program.traced_function import Traced, as_array

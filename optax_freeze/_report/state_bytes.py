@@ -35,12 +35,8 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
     """
     tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
     full = _State(tx.init, params, plan.leaves, [leaf.inexact for leaf in plan.leaves])
-    if states_in(full.shapes, (FreezeState, FreezeWhenState)):
-        at = "the third argument of fz.summary"
-        got = "fz.freeze or fz.freeze_when, alone or within another transformation"
-        expected = "the optimizer that you would use without freezing"
-        fix = "unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)"
-        raise value_error("the optimizer already freezes parameters", at=at, got=got, expected=expected, fix=fix)
+    fix = "unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)"
+    refuse_freezing(full.shapes, at="the third argument of fz.summary", fix=fix)
     leaves = [*zip(plan.leaves, plan.selections, strict=True)]
     kinds = {
         leaf.path: (leaf.shape, leaf.dtype, leaf.index, full.by_leaf[leaf.path])
@@ -62,6 +58,14 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
         held = _State(freeze(tx, plan.as_spec, tied="ignore").init, params, plan.leaves, keep)
     others = {path: full.by_leaf[path] for path in kinds.keys() - some}
     return full.nbytes, held.nbytes + sum(others.values()), held.by_leaf | others
+
+
+def refuse_freezing(state: PyTree, *, at: str, fix: str) -> None:
+    """Raises ``ValueError`` if this is the state of an optimizer that already freezes parameters."""
+    if states_in(state, (FreezeState, FreezeWhenState)):
+        got = "fz.freeze or fz.freeze_when, alone or within another transformation"
+        expected = "the optimizer that you would use without freezing"
+        raise value_error("the optimizer already freezes parameters", at=at, got=got, expected=expected, fix=fix)
 
 
 class _State:
@@ -88,14 +92,14 @@ class _State:
         else:
             given = jax.tree.unflatten(treedef, kept)
         self.shapes = eval_init(init, given)
-        self.nbytes = _nbytes(self.shapes)
+        self.nbytes = nbytes(self.shapes)
         self.rest, self.by_leaf = 0, Counter[str]()
         others = self._without_copies(jax.tree.structure(given), paths)
         for entry in entries_of(others, {leaf.path: leaf.shape for leaf in leaves}, len(self.by_leaf)):
             if entry.leaf is not None:
-                self.by_leaf[entry.leaf] += _nbytes(entry.value)
+                self.by_leaf[entry.leaf] += nbytes(entry.value)
             elif entry.address is not None:
-                self.rest += _nbytes(entry.value)
+                self.rest += nbytes(entry.value)
 
     def _without_copies(self, structure: Any, paths: Sequence[str]) -> PyTree:
         """The state without trees of the structure of the parameters, whose arrays are added to their leaves."""
@@ -109,7 +113,7 @@ class _State:
         copies = {i: jax.tree.leaves(node) for i, node in enumerate(nodes) if is_copy(node)}
         for arrays in copies.values():
             for path, array in zip(paths, arrays, strict=True):
-                self.by_leaf[path] += _nbytes_of(array.shape, array.dtype)
+                self.by_leaf[path] += nbytes_of(array.shape, array.dtype)
         return jax.tree.unflatten(treedef, [None if i in copies else node for i, node in enumerate(nodes)])
 
 
@@ -118,12 +122,14 @@ def _struct(value: Any) -> Any:
     return jax.eval_shape(jnp.asarray, value) if is_scalar(value) else _tree.struct_of(value)
 
 
-def _nbytes(shapes: PyTree) -> int:
-    return sum(_nbytes_of(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
+def nbytes(shapes: PyTree) -> int:
+    """The bytes of all arrays of a tree."""
+    return sum(nbytes_of(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
 
 
 @functools.cache
-def _nbytes_of(shape: tuple[int, ...], dtype: Any) -> int:
+def nbytes_of(shape: tuple[int, ...], dtype: Any) -> int:
+    """The bytes of an array."""
     return -(-math.prod(shape) * bits_of(dtype) // 8)
 
 

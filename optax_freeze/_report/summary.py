@@ -20,7 +20,7 @@ from optax_freeze._spec.tree import Leaf, PyTree, Rest
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Summary:
+class Summary(_table.Report):
     """The result of :func:`optax_freeze.summary`, which can be printed, shown in a notebook or drawn by :meth:`plot`.
 
     Printed tables combine layers whose names differ only in a number: ``layer_0 … layer_31/kernel`` with the shape
@@ -113,17 +113,6 @@ class Summary:
             fix = "pass the full parameters to fz.summary, not a tree of optax.MaskedNode()"
             raise value_error("there is nothing to draw", at="Summary.plot", got=got, expected=expected, fix=fix)
         return _plot.draw(self.rows, self.row_state_bytes, self.state_bytes, depth, ax)
-
-    def __str__(self) -> str:
-        return _table.as_text(self._table())
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return _table.as_rich(self._table())
-
-    def _repr_html_(self) -> str:
-        return _table.as_html(self._table())
 
     def _table(self) -> _table.Table:
         def part(name: str, elements: int, size: int) -> str:

@@ -3,7 +3,7 @@
 import collections
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from optax_freeze._errors import counted, printable
@@ -40,15 +40,20 @@ class Line(NamedTuple):
     row: Row
 
 
+HEADER = {"path": "left", "shape": "left", "dtype": "left", "elements": "right", "bytes": "right", "": "left"}
+"""The columns of leaves and their alignment."""
+
+
 class Table(NamedTuple):
-    """What every rendering shows: cells, and sentences below them."""
+    """What every rendering shows: cells, sentences below them, and columns with their alignment.
+
+    A line whose last cell begins with the word ``dim`` is dim in a terminal.
+    """
 
     cells: list[tuple[str, ...]]
     totals: list[str]
-
-
-HEADER = {"path": "left", "shape": "left", "dtype": "left", "elements": "right", "bytes": "right", "": "left"}
-"""The columns and their alignment."""
+    header: Mapping[str, str] = HEADER
+    dim: str = "frozen"
 
 
 def prefix(path: str, depth: int | None) -> str:
@@ -179,18 +184,24 @@ def unit(count: int) -> tuple[int, str]:
     return 1024**power, f"{'KMGTPE'[power - 1]}iB" if power else "B"
 
 
-def size(count: int) -> str:
+def size(count: int, digits: int = 1) -> str:
     """Bytes in the largest binary unit."""
     one, name = unit(count)
-    return f"{count} B" if one == 1 else f"{count / one:,.1f} {name}"
+    return f"{count} B" if one == 1 else f"{count / one:,.{digits}f} {name}"
+
+
+def count(number: int) -> str:
+    """A number in the largest decimal unit."""
+    power = min((len(str(number)) - 1) // 3, 6)
+    return f"{number / 1000**power:,.2f} {'kMGTPE'[power - 1]}" if power else str(number)
 
 
 def as_text(table: Table) -> str:
     """Plain text, as wide as it needs to be whatever the terminal."""
-    widths = [max(map(len, column)) for column in zip(HEADER, *table.cells, strict=True)]
+    widths = [max(map(len, column)) for column in zip(table.header, *table.cells, strict=True)]
     lines = []
-    for line in (HEADER, ["-" * width for width in widths], *table.cells):
-        cells = zip(line, widths, HEADER.values(), strict=True)
+    for line in (table.header, ["-" * width for width in widths], *table.cells):
+        cells = zip(line, widths, table.header.values(), strict=True)
         lines.append("  ".join(f"{cell:{'<>'[side == 'right']}{width}}" for cell, width, side in cells).rstrip())
     return "\n".join([*lines, "", *table.totals])
 
@@ -203,18 +214,36 @@ def as_rich(table: Table) -> Any:
     from rich.text import Text
 
     shown = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for name, side in HEADER.items():
+    for name, side in table.header.items():
         shown.add_column(name, justify=side, no_wrap=side == "right", overflow="fold")  # pyright: ignore[reportArgumentType]
     for line in table.cells:
-        shown.add_row(*map(Text, line), style="dim" if line[-1].split(",")[0] == "frozen" else "bold")
+        shown.add_row(*map(Text, line), style="dim" if line[-1].split(",")[0] == table.dim else "bold")
     return Group(shown, Text(), *map(Text, table.totals))
 
 
 def as_html(table: Table) -> str:
     """An HTML table for notebooks, escaped."""
-    head = "".join(f"<th>{name}</th>" for name in HEADER)
-    styles = [f'<td style="text-align: {side}">' for side in HEADER.values()]
+    head = "".join(f"<th>{name}</th>" for name in table.header)
+    styles = [f'<td style="text-align: {side}">' for side in table.header.values()]
     rows = [map("{}{}</td>".format, styles, map(html.escape, line)) for line in table.cells]
     body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     totals = "<br>".join(map(html.escape, table.totals))
     return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n<p>{totals}</p>"
+
+
+class Report:
+    """What prints as a table: plain text, for rich, and in a notebook."""
+
+    def _table(self) -> Table:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return as_text(self._table())
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return as_rich(self._table())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._table())

@@ -28,7 +28,7 @@ import gpu_devices
 
 import optax_freeze as fz
 import optax_freeze.nnx as fnnx
-from optax_freeze._precompute.flops import flops
+from optax_freeze._program.flops import flops
 
 CELLS = [(model, chips) for model in ("8b", "70b") for chips in ("16 v5e", "8 H100")]
 WAYS = ("its own mask", "fz.freeze", "and freeze_loss")

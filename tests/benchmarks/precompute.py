@@ -45,7 +45,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
-from optax_freeze._precompute.flops import flops
+from optax_freeze._program.flops import flops
 
 TX = optax.adamw(1e-3)
 PLAIN, BY_HAND, OURS, FLAT = "fz.freeze", "cut by hand", "fz.precompute", "fz.precompute, jax.tree.leaves"

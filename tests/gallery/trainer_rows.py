@@ -17,7 +17,7 @@ import optax
 import optax_freeze as fz
 from gallery import trainers
 from gallery.trainers import PAGE, Step, execute, multi_transform
-from optax_freeze._precompute.flops import flops
+from optax_freeze._program.flops import flops
 
 
 class Rows(NamedTuple):

@@ -12,7 +12,7 @@ from conftest import bits, counting_flops, programs
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
-from optax_freeze._precompute.flops import flops
+from optax_freeze._program.flops import flops
 from optax_freeze._program.regions import Values
 from optax_freeze._program.tasks import Task
 

@@ -15,7 +15,7 @@ from conftest import bits, counting_flops
 from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
-from optax_freeze._precompute.flops import flops
+from optax_freeze._program.flops import flops
 
 X = jax.random.normal(jax.random.key(0), (4, 8))
 NAMES = ("a", "b", "c", "head")
