@@ -16,6 +16,7 @@ import optax
 
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import (
@@ -31,7 +32,7 @@ from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import outermost_states
 from optax_freeze._state.parameter_of import parameter_of
 
-_WRAPPERS = (FreezeState, FreezeWhenState, optax.transforms.PartitionState, optax.MaskedState)
+_WRAPPERS = (FreezeState, FreezeWhenState, UnionState, optax.transforms.PartitionState, optax.MaskedState)
 
 _COUNTING_WRAPPERS = (
     optax.MultiStepsState,
@@ -45,7 +46,7 @@ _COUNTING_WRAPPERS = (
 
 
 class Scope(NamedTuple):
-    """The names of the groups and labels around an array, and their trainable leaves, or None if unknown."""
+    """The names of the groups, labels and parts around an array, and their trainable leaves, or None if unknown."""
 
     names: tuple[str, ...] = ()
     trains: frozenset[str] | None = None
@@ -93,6 +94,9 @@ def _subtrees(node: Any, at: _Subtree) -> Iterator[_Subtree]:
         partition: Any = node.inner_state
         inside = at.inside("inner_state/inner_states/trainable/inner_state", node.current_plan)
         yield from _subtrees(partition.inner_states["trainable"].inner_state, inside)
+    elif isinstance(node, UnionState):
+        for n, part in enumerate(node.parts):
+            yield from _subtrees(part, at.inside(f"parts/{n}", group=f"part {n}"))
     elif isinstance(node, FreezeWhenState):
         yield at.below("step", optional=True)
         *plans, ungrouped = node.current_plan.plans
