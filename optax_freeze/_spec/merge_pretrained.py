@@ -173,7 +173,7 @@ def _given(pretrained: PyTree, rename: Mapping[str, str] | None, known: list[str
     suffix = "/value"  # Orbax stores an NNX variable, or a metadata box, as a dict with this key
     if wrapped and not walk.wrapped and not any(name.endswith(suffix) for name in known):
         names = [name.removesuffix(suffix) for name in names]
-    return list(map(_Given, names, renamed(names, rename, known), walk.values))
+    return list(map(_Given, names, renamed(names, rename, known, "pretrained"), walk.values))
 
 
 def _misfit(given: _Given, own: Mapping[str, Any], fixed: set[str], dtype: str) -> str:

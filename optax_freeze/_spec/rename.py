@@ -1,5 +1,6 @@
-"""Other names for the leaves of a checkpoint: a path, or the beginning of paths, in place of another."""
+"""Other names for leaves of a checkpoint or an old state: a path, or the beginning of paths, in place of another."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,9 +9,12 @@ from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.prefix_tree import is_above
 
 
-def renamed(paths: Sequence[str], rename: Mapping[str, str] | None, known: Sequence[str]) -> list[str]:
-    """The paths of pretrained leaves in the parameters, whose paths are ``known``; the longest name applies."""
-    names = _checked(rename)
+def renamed(paths: Sequence[str], rename: Mapping[str, str] | None, known: Sequence[str], given: str) -> list[str]:
+    """The paths of leaves of ``given`` in the parameters, whose paths are ``known``; the longest name applies.
+
+    Leaves of a checkpoint have different paths then; in a state, a name may lead to the path of a leaf that is dropped.
+    """
+    names = _checked(rename, given)
     longest = [next((name for name in names if is_above(name, path)), None) for path in paths]
     pairs = list(zip(paths, longest, strict=True))
     new = [path if name is None else _joined(names[name], path[len(name) :]) for path, name in pairs]
@@ -18,26 +22,27 @@ def renamed(paths: Sequence[str], rename: Mapping[str, str] | None, known: Seque
         of_name = [path for path in paths if is_above(name, path)]
         results = [path for path, other in zip(new, longest, strict=True) if other == name]
         if not results:
-            what = f"rename: {name!r} matches no leaf of `pretrained`"
+            what = f"rename: {name!r} matches no leaf of `{given}`"
             got, fix = f"0 of {counted(len(paths), 'leaf', 'leaves')}", f"nearest paths: {nearest(name, paths)}"
             if of_name:
                 what = f"rename: {name!r} never applies: longer names match all its leaves"
                 got, fix = f"{counted(len(of_name), 'leaf', 'leaves')} with longer names", "delete this name"
-            expected = "a path of `pretrained`, or the beginning of paths, without wildcards"
+            expected = f"a path of `{given}`, or the beginning of paths, without wildcards"
             raise value_error(what, at=name, got=got, expected=expected, fix=fix)
         if not set(results) & set(known):
             what, got = f"rename: {name!r} leads to no leaf of `params`", f"{target!r}: {results[0]}"
             expected, fix = "paths of `params`", f"nearest paths: {nearest(target, known)}"
             raise value_error(what, at=name, got=got, expected=expected, fix=fix)
-    _refuse_two_with_one_path(paths, new)
+    is_given = [given == "pretrained" or name is not None for name in longest]
+    _refuse_two_with_one_path(*([*itertools.compress(each, is_given)] for each in (paths, new)), given)
     return new
 
 
-def _checked(rename: Mapping[str, str] | None) -> dict[str, str]:
+def _checked(rename: Mapping[str, str] | None, given: str) -> dict[str, str]:
     """The names, the longest first."""
     if rename is None:
         return {}
-    expected, fix = "{path in pretrained: path in params}", 'rename={"backbone": "encoder"}'
+    expected, fix = f"{{path in {given}: path in params}}", 'rename={"backbone": "encoder"}'
     refuse_no_mapping("rename", rename, expected, at="rename", fix=fix)
     for each in (*rename, *rename.values()):
         if not isinstance(each, str):
@@ -50,12 +55,13 @@ def _joined(target: str, rest: str) -> str:
     return f"{target}/{rest.lstrip('/')}".strip("/") if rest else target
 
 
-def _refuse_two_with_one_path(paths: Sequence[str], new: Sequence[str]) -> None:
+def _refuse_two_with_one_path(paths: Sequence[str], new: Sequence[str], given: str) -> None:
     first: dict[str, str] = {}
     for path, result in zip(paths, new, strict=True):
         if first.setdefault(result, path) != path:
-            what, got = "rename: two leaves of `pretrained` lead to one path", f"{first[result]} and {path}"
-            expected, fix = "one leaf for each path", "rename only one of them, or delete the other from `pretrained`"
+            what, got = f"rename: two leaves of `{given}` lead to one path", f"{first[result]} and {path}"
+            expected, fix = "one leaf for each path", "rename only one of them"
+            fix += ", or delete the other from `pretrained`" * (given == "pretrained")
             raise value_error(what, at=result, got=got, expected=expected, fix=fix)
 
 

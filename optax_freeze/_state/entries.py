@@ -135,6 +135,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...] = ()  # the shape of this parameter
     selection: Selection | None = TRAINABLE  # the elements of this parameter that train, or None if unknown
     nodes: int = 1  # how many leaves of the state it is
+    moved: Any = None  # of an old state: the `Moved` rows of its parameter, if these are not where they were
 
     @property
     def arrays(self) -> list[Any]:
@@ -161,9 +162,10 @@ class Entry(NamedTuple):
 
     @property
     def held(self) -> np.ndarray:
-        """A mask of the elements of its parameter that it holds, which broadcasts to the parameter's shape."""
+        """A mask of the elements of its parameter that it holds, which broadcasts to the parameter's shape now."""
         frozen = False if self.selection is None else self.selection.frozen(len(self.shape))
-        return ~np.asarray(frozen).reshape(np.shape(frozen) or (1,) * len(self.shape))
+        held = ~np.asarray(frozen).reshape(np.shape(frozen) or (1,) * len(self.shape))
+        return held if self.moved is None else self.moved.take(held, False)
 
 
 def entries_of(state: PyTree, shapes: Mapping[str, Any], largest: int = 0) -> list[Entry]:
