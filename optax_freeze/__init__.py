@@ -41,6 +41,7 @@ from optax_freeze._optimizer.schedules import gradual_unfreeze as gradual_unfree
 from optax_freeze._optimizer.schedules import unfreeze_at as unfreeze_at
 from optax_freeze._optimizer.given_groups import each as each
 from optax_freeze._optimizer.freeze_when import freeze_when as freeze_when
+from optax_freeze._optimizer.union import union as union
 
 # Reading and changing optimizer states.
 from optax_freeze._state.replace_masks import replace_masks as replace_masks

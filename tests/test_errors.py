@@ -93,10 +93,10 @@ def module():
     return model
 
 
-def migrated(before, after, shape=(3, 2)):
+def migrated(before, after, shape=(3, 2), rows=None):
     params = {name: jnp.ones(shape) for name in NAMES}
     state = fz.freeze(optax.adam(0.1), before).init(tree())
-    return fz.migrate(state, fz.freeze(optax.adam(0.1), after), params, report=True)[1]
+    return fz.migrate(state, fz.freeze(optax.adam(0.1), after), params, rows=rows, report=True)[1]
 
 
 def shown_by_rich(found):
@@ -129,7 +129,7 @@ OUTPUTS = {
     "audit that raises": lambda: fz.audit(tree(), both(True), leaky()).raise_for_leaks(),
     "explain": lambda: str(fz.explain(read_rows, tree(), both(fz.rows([0])))),
     "migrate": lambda: str(migrated(both(True), both(False))),
-    "migrate what does not fit": lambda: migrated(False, False, (4, 2)),
+    "migrate what does not fit": lambda: migrated(False, False, (4, 2), rows={"**": [0]}),
     "summary": lambda: str(fz.summary(tree(), both(fz.rows([0])), optax.adam(0.1))),
     "summary in HTML": lambda: fz.summary(tree(), both(True))._repr_html_(),
     "summary by rich": lambda: shown_by_rich(fz.summary(tree(), both(True))),

@@ -92,7 +92,7 @@ def refuse_updates_of_another(updates: PyTree, differs: Callable[[Any], bool]) -
             raise value_error(
                 "two freezing transformations in a chain: each sets to zero what the other trains",
                 at=_tree.keystr(path),
-                got="the updates that another fz.freeze or fz.freeze_when, with another spec, has returned",
+                got="the updates that another fz.freeze, fz.freeze_when or fz.union, with another spec, has returned",
                 expected="gradients",
                 fix="fz.union(fz.freeze(a, ...), fz.freeze(b, ...)), or one fz.freeze around all of it: "
                 "fz.freeze(optax.multi_transform({...}, labels), frozen)",

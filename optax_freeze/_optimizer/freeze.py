@@ -5,6 +5,7 @@ frozen gradients reach norms and finite checks). :func:`freeze` wraps the optimi
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -88,6 +89,19 @@ class FreezeState(NamedTuple):
             return True
         pairs = zip(self.current_plan.masks, other.current_plan.masks, strict=False)
         return any(is_concrete(x) and is_concrete(y) and not np.array_equal(x, y) for x, y in pairs)
+
+
+class FreezingPart(NamedTuple):
+    """A transformation as a part of :func:`optax_freeze.union`.
+
+    ``plan(params)`` resolves its spec, ``state(state, tree)`` refuses a state of another one, and ``transform(plan)``
+    is the optimizer whose state is in it.
+    """
+
+    plan: Callable[[PyTree], Plan]
+    state: Callable[[Any, PyTree], FreezeState]
+    transform: Callable[[Plan], optax.GradientTransformationExtraArgs]
+    full_updates: bool
 
 
 def freeze(
@@ -179,11 +193,12 @@ def freeze(
             [changes] = new
             selections = [FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]
             leaves = zip(selections, plan.leaves, changes, call.grads, call.olds, strict=True)
-            new = [_updated_leaf(*leaf, full_updates) for leaf in leaves]
+            new = [updated_leaf(*leaf, full_updates) for leaf in leaves]
             new = jax.tree.unflatten(call.treedef, plan.with_sources(new, call.grads))
         return new, state._replace(inner_state=inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, Update(update))
+    part = FreezingPart(lambda params: make_plan(params, frozen), accepted.state, transform, full_updates)
+    return optax.GradientTransformationExtraArgs(init_fn, Update(update, part=part))
 
 
 def _refuse_other_spec(plan: Plan, frozen: Spec, tree: PyTree) -> None:
@@ -203,7 +218,7 @@ def _refuse_other_spec(plan: Plan, frozen: Spec, tree: PyTree) -> None:
     refuse_other_selections(plan, own, "a different spec")
 
 
-def _updated_leaf(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
+def updated_leaf(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
     """The update of a leaf from the one of the inner optimizer, ``new``; ``update`` and ``param`` are as given."""
     if selection is FROZEN:
         return zero(leaf, update, param) if full_updates else _tree.MASKED_NODE

@@ -25,7 +25,8 @@ class Update:
     ``run(grads, state, params, extra_args, in_place=...)`` gives updates or new parameters, and the new state;
     ``of_groups(gradient, state, params, extra_args)`` new parameters from gradients that are computed in the update,
     one of which takes the place of the extra argument ``grad`` in each group. ``only_freezes`` if there is no optimizer
-    inside. It has the name of a function, for ``jax.named_call`` around it.
+    inside. ``part`` says what ``fz.union`` needs to know of ``fz.freeze``. It has the name of a function, for
+    ``jax.named_call`` around it.
     """
 
     __name__ = "update"
@@ -33,6 +34,7 @@ class Update:
     run: Callable[..., tuple[PyTree, PyTree]]
     of_groups: Callable[..., tuple[PyTree, PyTree]] | None = None
     only_freezes: bool = False
+    part: Any = None
 
     def __call__(
         self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any

@@ -18,12 +18,13 @@ from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._optimizer.init_with import eval_init
+from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.entries import entries_of
-from optax_freeze._state.own_states import states_in
+from optax_freeze._state.own_states import outermost_states, states_in
 
 
 def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[str, int]]:
@@ -36,6 +37,8 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
     tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
     full = _State(tx.init, params, plan.leaves, [leaf.inexact for leaf in plan.leaves])
     fix = "unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)"
+    if any(True for _ in outermost_states(full.shapes, UnionState)):
+        fix = "leave it out: fz.summary(params, fz.spec_of(tx.init(params)))"
     refuse_freezing(full.shapes, at="the third argument of fz.summary", fix=fix)
     leaves = [*zip(plan.leaves, plan.selections, strict=True)]
     kinds = {
@@ -63,7 +66,7 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
 def refuse_freezing(state: PyTree, *, at: str, fix: str) -> None:
     """Raises ``ValueError`` if this is the state of an optimizer that already freezes parameters."""
     if states_in(state, (FreezeState, FreezeWhenState)):
-        got = "fz.freeze or fz.freeze_when, alone or within another transformation"
+        got = "fz.freeze, fz.freeze_when or fz.union, alone or within another transformation"
         expected = "the optimizer that you would use without freezing"
         raise value_error("the optimizer already freezes parameters", at=at, got=got, expected=expected, fix=fix)
 

@@ -1,5 +1,6 @@
 """Other names for leaves: a path, or the beginning of paths, in place of another."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ def renamed(
     """Other names for the leaves of the argument ``of``; the longest name applies.
 
     They are paths in the parameters, whose paths are ``known``; or if None, names in a file, with dots for slashes.
+    Leaves of a checkpoint have different paths then; in a state, a name may lead to the path of a leaf that is dropped.
     """
     separator = "." if known is None else "/"
     names = _checked(rename, of, "name in the file" if known is None else "path in params")
@@ -43,7 +45,8 @@ def renamed(
             expected, fix = "paths of `params`", f"nearest paths: {nearest(target, known)}"
             raise value_error(what, at=name, got=got, expected=expected, fix=fix)
     if known is not None:
-        _refuse_two_with_one_path(paths, new)
+        is_given = [of == "pretrained" or name is not None for name in longest]
+        _refuse_two_with_one_path(*([*itertools.compress(each, is_given)] for each in (paths, new)), of)
     return new
 
 
@@ -65,12 +68,13 @@ def _joined(target: str, rest: str, separator: str) -> str:
     return f"{target}{separator}{rest}".strip(separator) if rest else target
 
 
-def _refuse_two_with_one_path(paths: Sequence[str], new: Sequence[str]) -> None:
+def _refuse_two_with_one_path(paths: Sequence[str], new: Sequence[str], given: str) -> None:
     first: dict[str, str] = {}
     for path, result in zip(paths, new, strict=True):
         if first.setdefault(result, path) != path:
-            what, got = "rename: two leaves of `pretrained` lead to one path", f"{first[result]} and {path}"
-            expected, fix = "one leaf for each path", "rename only one of them, or delete the other from `pretrained`"
+            what, got = f"rename: two leaves of `{given}` lead to one path", f"{first[result]} and {path}"
+            expected, fix = "one leaf for each path", "rename only one of them"
+            fix += ", or delete the other from `pretrained`" * (given == "pretrained")
             raise value_error(what, at=result, got=got, expected=expected, fix=fix)
 
 

@@ -18,11 +18,11 @@ from optax_freeze._errors import is_array, is_concrete, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.indexing import at, of_each_row, select
 from optax_freeze._spec.memory_kinds import to_device
-from optax_freeze._spec.selection import RowSelection, Selection
+from optax_freeze._spec.selection import TRAINABLE, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Part
 from optax_freeze._state.entries import Entry
-from optax_freeze._state.row_axes import Axes, row_axes
+from optax_freeze._state.row_axes import Axes, Resized, axes_of_moved, row_axes
 
 Bool: TypeAlias = Any
 """A bool, or a boolean array that may be traced."""
@@ -52,6 +52,8 @@ class Source(NamedTuple):
             each = zip(self.axes, arrays, olds, strict=True)
             return [old if axis is None else self._move(axis, new, old) for axis, new, old in each]
         full = _full(self.old, olds[0])
+        if (moved := self.old.moved) is not None:
+            full = at(full, moved.axis, jnp.asarray(moved.rows)).get(mode="clip")
         if self.stays is not True:
             full = _choose(~self.stays, _full(entry, arrays[0]), full)
         return [selection.take(full).values if selection is not None and isinstance(entry.value, Part) else full]
@@ -78,13 +80,15 @@ class Carry:
     ) -> None:
         """``entries`` are of ``tx.init(params)``, ``old`` of the old state, ``olds`` those at the address of each."""
         self.entries = entries
+        moved = _moved_axes(entries, olds, tx, params)
         in_part = any(entry.parts or isinstance(entry.value, Part) for entry in entries)
         nodes = [entry.value for entry in entries]
         axes, certain = row_axes(nodes, tx, params) if in_part else ([()] * len(entries), [True] * len(entries))
         self.sources = [
-            [found for old in each if (found := _source(entry, old, its_axes)) is not None]
-            for entry, each, its_axes in zip(entries, olds, axes, strict=True)
+            [found for old in each if (found := _source(entry, old, its_axes, moved.get(i))) is not None]
+            for i, (entry, each, its_axes) in enumerate(zip(entries, olds, axes, strict=True))
         ]
+        self.sources = _without_some(entries, self.sources, olds)
         by_place: dict[Any, list[int]] = collections.defaultdict(list)
         for i, entry in enumerate(entries):
             by_place[_place(entry)[0]].append(i)
@@ -137,7 +141,7 @@ def no_fit(
         at=entry.name,
         got=got,
         expected=expected,
-        fix="give the state of the same optimizer for the same model; only the spec and the groups may differ",
+        fix="give the state of the same optimizer, for these parameters or for some that rename= and rows= lead to",
     )
 
 
@@ -169,7 +173,7 @@ def _is_history(entry: Entry) -> bool:
     return any(shape and len(its) > len(shape) and its[-len(shape) :] == shape for its in shapes)
 
 
-def _source(entry: Entry, old: Entry, axes: Axes) -> Source | None:
+def _source(entry: Entry, old: Entry, axes: Axes, axes_of_moved: Axes | None = None) -> Source | None:
     """How a new entry takes values from an old one."""
     if not entry.arrays or not old.arrays:
         return None
@@ -190,6 +194,8 @@ def _source(entry: Entry, old: Entry, axes: Axes) -> Source | None:
             expected="the same rows, or an optimizer with an array for each leaf",
             fix="create a new state: tx.init(params)",
         )
+    if old.moved is not None:
+        return _source_of_moved(entry, old, axes_of_moved)
     shape, *others = [[np.shape(array) for array in each.arrays] for each in (entry, old)]
     in_parts = isinstance(entry.value, Part), isinstance(old.value, Part)
     same, fits = _same(before, now), [shape] == others
@@ -223,6 +229,76 @@ def _source_of_rows(entry: Entry, old: Entry, axes: Axes) -> Source | None:
     stays = (jnp.take(a, position, mode="clip") == b) & (b < size)
     changed = before.count != now.count or (a != b).any()
     return Source(old, "rows", stays.any(), changed, stays, position, axes)
+
+
+def _source_of_moved(entry: Entry, old: Entry, axes: Axes | None) -> Source | None:
+    """:func:`_source` if rows of the parameter are not where they were; ``axes`` are those of its rows, if known."""
+    before: Any = old.selection
+    now: Any = entry.selection
+    moved = old.moved
+    if axes is not None:
+        a, b = _rows_along(before, moved.size), _rows_along(now, len(moved.rows))
+        wanted = moved.rows[np.minimum(b, len(moved.rows) - 1)]
+        position = np.searchsorted(a, wanted)
+        stays = (a.take(position, mode="clip") == wanted) & (wanted >= 0) & (b < len(moved.rows))
+        return Source(old, "rows", bool(stays.any()), True, jnp.asarray(stays), jnp.asarray(position), axes)
+    shapes = [[np.shape(array) for array in each.arrays] for each in (entry, old)]
+    if entry.leaf is None or shapes != [[entry.shape_of_part], [old.shape_of_part]]:
+        return None
+    frozen = np.broadcast_to(np.asarray(before.frozen(len(old.shape))), old.shape)
+    stays = ~(moved.take(frozen, True) | np.asarray(now.frozen(len(entry.shape))))
+    return Source(old, "elements", bool(stays.any()), True, jnp.asarray(stays))
+
+
+def _rows_along(selection: Any, size: int) -> np.ndarray:
+    """The numbers of the rows that train."""
+    return np.arange(size) if selection is TRAINABLE else np.asarray(selection.indices(selection.array))
+
+
+def _moved_axes(entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: Any, params: Any) -> dict[int, Axes]:
+    """For the entries of leaves of which rows have moved the axes of these, where they are known.
+
+    Both the old and the new selection have to be rows along this axis, or the whole leaf.
+    """
+    found: dict[int, Entry] = {}
+    resize: dict[str, set[Resized]] = collections.defaultdict(set)
+    for i, (entry, each) in enumerate(zip(entries, olds, strict=True)):
+        if len(each) != 1 or each[0].moved is None or not (entry.arrays and each[0].arrays):
+            continue
+        [old] = each
+        if _is_along(entry.selection, old.moved.axis) and _is_along(old.selection, old.moved.axis):
+            more = len(_rows_along(old.selection, old.moved.size)) - len(
+                _rows_along(entry.selection, len(old.moved.rows))
+            )
+            resize[str(entry.leaf)].add(Resized(old.moved.axis, more, entry.selection is not TRAINABLE))
+            found[i] = old
+    known = {path: each.copy().pop() for path, each in resize.items() if len(each) == 1}
+    found = {i: old for i, old in found.items() if entries[i].leaf in known}
+    axes = axes_of_moved([entry.value for entry in entries], tx, params, known) if found else None
+    if axes is None:
+        return {}
+    now, before, shapes = axes
+    fits = {
+        i: now[i] == before[i] and "rank" not in now[i] and shapes[i] == [np.shape(array) for array in old.arrays]
+        for i, old in found.items()
+    }
+    return {i: now[i] for i, fit in fits.items() if fit}
+
+
+def _is_along(selection: Selection | None, axis: int) -> bool:
+    return selection is TRAINABLE or (isinstance(selection, RowSelection) and selection.axis == axis)
+
+
+def _without_some(
+    entries: Sequence[Entry], sources: Sequence[list[Source]], olds: Sequence[Sequence[Entry]]
+) -> list[list[Source]]:
+    """The sources without those of a leaf of which rows have moved, if one of its arrays cannot follow them."""
+    stuck = {
+        (_place(entry)[0], entry.leaf)
+        for entry, its, each in zip(entries, sources, olds, strict=True)
+        if entry.arrays and len(its) < len(each) and any(old.moved is not None for old in each)
+    }
+    return [[] if (_place(entry)[0], entry.leaf) in stuck else its for entry, its in zip(entries, sources, strict=True)]
 
 
 def _axis(selection: Selection) -> int | None:

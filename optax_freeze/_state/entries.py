@@ -16,6 +16,7 @@ import optax
 
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import (
@@ -31,7 +32,7 @@ from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import outermost_states
 from optax_freeze._state.parameter_of import parameter_of
 
-_WRAPPERS = (FreezeState, FreezeWhenState, optax.transforms.PartitionState, optax.MaskedState)
+_WRAPPERS = (FreezeState, FreezeWhenState, UnionState, optax.transforms.PartitionState, optax.MaskedState)
 
 _COUNTING_WRAPPERS = (
     optax.MultiStepsState,
@@ -45,7 +46,7 @@ _COUNTING_WRAPPERS = (
 
 
 class Scope(NamedTuple):
-    """The names of the groups and labels around an array, and their trainable leaves, or None if unknown."""
+    """The names of the groups, labels and parts around an array, and their trainable leaves, or None if unknown."""
 
     names: tuple[str, ...] = ()
     trains: frozenset[str] | None = None
@@ -93,6 +94,9 @@ def _subtrees(node: Any, at: _Subtree) -> Iterator[_Subtree]:
         partition: Any = node.inner_state
         inside = at.inside("inner_state/inner_states/trainable/inner_state", node.current_plan)
         yield from _subtrees(partition.inner_states["trainable"].inner_state, inside)
+    elif isinstance(node, UnionState):
+        for n, part in enumerate(node.parts):
+            yield from _subtrees(part, at.inside(f"parts/{n}", group=f"part {n}"))
     elif isinstance(node, FreezeWhenState):
         yield at.below("step", optional=True)
         *plans, ungrouped = node.current_plan.plans
@@ -131,6 +135,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...] = ()  # the shape of this parameter
     selection: Selection | None = TRAINABLE  # the elements of this parameter that train, or None if unknown
     nodes: int = 1  # how many leaves of the state it is
+    moved: Any = None  # of an old state: the `Moved` rows of its parameter, if these are not where they were
 
     @property
     def arrays(self) -> list[Any]:
@@ -157,9 +162,10 @@ class Entry(NamedTuple):
 
     @property
     def held(self) -> np.ndarray:
-        """A mask of the elements of its parameter that it holds, which broadcasts to the parameter's shape."""
+        """A mask of the elements of its parameter that it holds, which broadcasts to the parameter's shape now."""
         frozen = False if self.selection is None else self.selection.frozen(len(self.shape))
-        return ~np.asarray(frozen).reshape(np.shape(frozen) or (1,) * len(self.shape))
+        held = ~np.asarray(frozen).reshape(np.shape(frozen) or (1,) * len(self.shape))
+        return held if self.moved is None else self.moved.take(held, False)
 
 
 def entries_of(state: PyTree, shapes: Mapping[str, Any], largest: int = 0) -> list[Entry]:

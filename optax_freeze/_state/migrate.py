@@ -7,7 +7,7 @@ can replace one another.
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -19,9 +19,12 @@ from optax_freeze._errors import described, is_array, printable, type_error
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.init_with import each_once
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.fold import fold
+from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.carry import Carry, no_fit
 from optax_freeze._state.entries import Entry, Scope, entries_of, join
+from optax_freeze._state.leaves_before import LeavesBefore, leaves_before, refuse_ambiguous
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +45,50 @@ class Migration:
 
     def __str__(self) -> str:
         lists = dataclasses.asdict(self).items()
-        return "\n".join(f"{name}: {', '.join(map(printable, addresses)) or 'nothing'}" for name, addresses in lists)
+        return "\n".join(
+            f"{name}: {', '.join(map(printable, _folded(addresses))) or 'nothing'}" for name, addresses in lists
+        )
+
+
+def _folded(addresses: Sequence[str]) -> list[str]:
+    """Addresses in which those that differ in a number are one, as in a summary."""
+    pairs = (address.partition(" [") for address in addresses)
+    return ["/".join(line.path) + line.content for line in fold((path, sep + groups) for path, sep, groups in pairs)]
 
 
 @overload
 def migrate(
-    state: optax.OptState, tx: optax.GradientTransformation, params: PyTree, report: Literal[False] = False
+    state: optax.OptState,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    params: PyTree,
+    *,
+    rename: Mapping[str, str] | None = None,
+    rows: Mapping[Any, Any] | None = None,
+    reset: Spec | None = None,
+    report: Literal[False] = False,
 ) -> optax.OptState: ...
 @overload
 def migrate(
-    state: optax.OptState, tx: optax.GradientTransformation, params: PyTree, report: Literal[True]
+    state: optax.OptState,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    params: PyTree,
+    *,
+    rename: Mapping[str, str] | None = None,
+    rows: Mapping[Any, Any] | None = None,
+    reset: Spec | None = None,
+    report: Literal[True],
 ) -> tuple[optax.OptState, Migration]: ...
 def migrate(
-    state: optax.OptState, tx: optax.GradientTransformation | optax.MultiSteps, params: PyTree, report: bool = False
+    state: optax.OptState,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    params: PyTree,
+    *,
+    rename: Mapping[str, str] | None = None,
+    rows: Mapping[Any, Any] | None = None,
+    reset: Spec | None = None,
+    report: bool = False,
 ) -> Any:
-    """Converts an optimizer state to a different spec during training, and keeps all state that still applies.
+    """Converts an optimizer state to a different spec or model during training, and keeps all state that still applies.
 
     Moments of parameters that stay trainable, counts and schedule steps are carried over; rows of a leaf are matched by
     row number. An array that the rows of a leaf share (a column factor of Adafactor, a norm of NovoGrad, a projection
@@ -71,10 +103,20 @@ def migrate(
     gradients (L-BFGS) or a line search also if an element is newly frozen, or a group is divided or joined to another.
     Steps of schedules and wrappers continue, except in a group or label of which all leaves are new.
 
+    Of another model, a leaf that is longer along one axis keeps the state of its leading rows, and its new rows begin
+    as in ``init``. So do a new leaf, one of another shape, and the rows of an optimizer that does not say which of its
+    arrays is about them (factors of Adafactor that change places). The state of a leaf that is gone is dropped.
+
     Args:
       state: the old state, outside of ``jit``.
       tx: the new optimizer.
       params: the parameters for ``tx.init``: the full parameters, or the trainable part under the new spec.
+      rename: the new path of leaves, or the beginning of it, by the old one. An explicit name takes the place of an old
+        leaf of this path.
+      rows: for leaves whose rows were pruned, reordered or split, by a path, pattern or selector: which old row each
+        row along axis 0 was (a number may occur twice), or a bool for each old row, True if it is kept.
+      reset: a spec of leaves and static rows that begin as in ``init``, with True where a spec for freezing has it.
+        Other leaves keep their state, and counts continue, unless all leaves that share a count begin anew.
       report: whether to also return which arrays were carried over, created and dropped.
 
     Returns:
@@ -83,8 +125,12 @@ def migrate(
       (arrays of the old state that are not in the new one). An array that is kept in part is in two of them.
 
     Raises:
-      ValueError: if the state does not belong to these parameters, or to an optimizer like ``tx``.
-      TypeError: if ``tx`` is not an optimizer, or the state and the parameters are swapped.
+      ValueError: if the state does not belong to an optimizer like ``tx``, or has no leaf of the parameters; if a leaf
+        is gone beside a new one of its shape that neither ``rename`` nor ``reset`` names; if a name or a pattern
+        applies to nothing, or ``rows`` do not fit; if one array of the state is about several leaves
+        (``optax.flatten``) of which some change.
+      TypeError: if ``tx`` is not an optimizer, the state and the parameters are swapped, or an argument is of another
+        type.
 
     Example:
       >>> import optax, optax_freeze as fz
@@ -102,18 +148,35 @@ def migrate(
     try:
         fresh = tx.init(params)
         shapes = {leaf.path: leaf.shape for leaf in _tree.leaves(params)}
-        old, new = entries_of(state, shapes), entries_of(fresh, shapes)
-        _refuse_other_state(old, new, by_type=bool(_tree.walk(params).variables))
+        new = entries_of(fresh, shapes)
+        before = leaves_before(state, new, tx, params, rename=rename, rows=rows, reset=reset)
+        before_rename = entries_of(state, shapes | before.shapes)
+        by_type = bool(_tree.walk(params).variables)
+        if not by_type:
+            refuse_ambiguous(before, before_rename, new, params, reset)
+        replaced = [entry for entry in before_rename if entry.leaf in before.replaced]
+        old = [before.entry(entry) for entry in before_rename if entry.leaf not in before.replaced]
+        _refuse_other_state(old, new, before, by_type=by_type)
+        before = before.with_lists_of_arrays(new, tx, params)
     except (ValueError, TypeError) as error:
         _refuse_swapped(state, tx, params, error)
         raise
-    carry = Carry(new, old, _sources(old, new), tx, params)
+    carry = Carry(new, old, _sources(old, new, before), tx, params)
     carry.anew = {place: bool(anew) for place, anew in carry.anew.items()}
-    migrated = jax.tree.unflatten(jax.tree.structure(fresh), each_once(carry.values()))
-    return (migrated, _report(carry, old)) if report else migrated
+    values = carry.values()
+    if before.moved:
+        values = map(_placed, values, jax.tree.leaves(fresh))
+    migrated = jax.tree.unflatten(jax.tree.structure(fresh), each_once(values))
+    return (migrated, _report(carry, old, replaced)) if report else migrated
 
 
-def _report(carry: Carry, old: Sequence[Entry]) -> Migration:
+def _placed(new: Any, fresh: Any) -> Any:
+    """An array with rows of one of another shape where the fresh state has it."""
+    is_here = not isinstance(fresh, jax.Array) or not isinstance(new, jax.Array) or new.sharding == fresh.sharding
+    return new if is_here else jax.device_put(new, fresh.sharding)
+
+
+def _report(carry: Carry, old: Sequence[Entry], replaced: Sequence[Entry]) -> Migration:
     carried, created = [], []
     taken = collections.defaultdict(lambda: np.zeros((), bool))  # the elements taken from each old entry, by its id
     for entry, sources in zip(carry.entries, carry.sources, strict=True):
@@ -129,7 +192,9 @@ def _report(carry: Carry, old: Sequence[Entry]) -> Migration:
         carried += [entry.name] * bool(covered.any())
         created += [entry.name] * bool((entry.held & ~covered).any())
     olds = [entry for entry in old if entry.arrays and entry.address is not None]
-    dropped = [entry.name for entry in olds if (entry.held & ~taken[id(entry)]).any()]
+    lost = lambda entry: entry.moved is not None and entry.moved.loses_rows  # noqa: E731
+    dropped = [entry.name for entry in olds if lost(entry) or (entry.held & ~taken[id(entry)]).any()]
+    dropped += [entry.name for entry in replaced if entry.arrays]
     return Migration(tuple(carried), tuple(created), tuple(dropped))
 
 
@@ -160,24 +225,29 @@ def _updates(entries: Sequence[Entry]) -> dict[Scope, int]:
     return updates
 
 
-def _trained(entries: Sequence[Entry]) -> dict[Scope, Any]:
-    """The trainable parameters of each scope, from the arrays of its state, or else from the plan around it."""
+def _trained(entries: Sequence[Entry], anew: Collection[str] = ()) -> dict[Scope, Any]:
+    """The trainable parameters of each scope, from the arrays of its state, or else from the plan around it.
+
+    Leaves that begin ``anew`` are not among those of an old state.
+    """
     trained: dict[Scope, Any] = {entry.scope: entry.scope.trains for entry in entries}
     of_state = [entry for entry in entries if entry.leaf is not None or not entry.arrays]
     trained |= {entry.scope: set() for entry in of_state}
     for entry in of_state:
-        if entry.arrays:
+        if entry.arrays and entry.leaf not in anew:
             trained[entry.scope] |= {entry.leaf}
     return trained
 
 
-def _sources(old: Sequence[Entry], new: Sequence[Entry]) -> list[list[Entry]]:
+def _sources(old: Sequence[Entry], new: Sequence[Entry], before: LeavesBefore) -> list[list[Entry]]:
     """For each entry of a new state the entries of the old one from which it takes its values."""
     by_address: dict[str, list[Entry]] = collections.defaultdict(list)
     for entry in old:
         if entry.arrays and entry.address is not None:
             by_address[entry.address].append(entry)
-    trained_old, trained_new, updates = _trained(old), _trained(new), _updates(old)
+    trained_old, trained_new, updates = _trained(old, before.anew), _trained(new), _updates(old)
+    state_of = {entry.leaf for entry in new if entry.leaf is not None and entry.arrays}
+    all_anew = bool(before.anew) and not (state_of & before.kept) - before.anew
     shared = {(entry.address, entry.scope) for entry in new if entry.leaf is None and entry.arrays}
     scopes_at = collections.Counter(address for address, _ in shared)
 
@@ -189,7 +259,9 @@ def _sources(old: Sequence[Entry], new: Sequence[Entry]) -> list[list[Entry]]:
         return bool(mine & theirs)
 
     def sources_of(entry: Entry) -> list[Entry]:
-        found = [] if entry.address is None else by_address.get(entry.address, [])
+        found = (
+            [] if entry.address is None or all_anew or before.begins_anew(entry) else by_address.get(entry.address, [])
+        )
         if entry.leaf is not None or entry.optional:
             return found
         # A count, or another value that leaves share, comes from the old scope with the most updates among those that
@@ -203,15 +275,15 @@ def _sources(old: Sequence[Entry], new: Sequence[Entry]) -> list[list[Entry]]:
     return list(map(sources_of, new))
 
 
-def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: bool) -> None:
+def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], before: LeavesBefore, *, by_type: bool) -> None:
     """Raises a ``ValueError`` if an array of one state is missing in the other for a reason other than freezing.
 
     With ``by_type``, parameters may be missing completely, since NNX freezes them by their variable type.
     """
-    for entry in old:
-        if entry.leaf is not None and isinstance(entry.value, Part) and entry.value.shape != entry.shape:
-            raise no_fit(entry, f"part of shape {entry.value.shape}", f"part of shape {entry.shape}")
     trains = {entry.leaf for entry in new if entry.arrays}
+    held = [entry for entry in old if entry.leaf is not None and entry.arrays]
+    if held and trains - {None} and not before.kept and not by_type:
+        raise no_fit(held[0], "no leaf in common with the parameters")
     groups = {entry.scope.names for entry in new}
     stateless = all(entry.optional for entry in new)
     for entry in _homeless(old, new):
@@ -219,7 +291,7 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], *, by_type: 
         if stateless or not (gone or (by_type and _is_within(entry, new))):
             raise no_fit(entry, "an array that is only in the old state")
     for entry in _homeless(new, old):
-        if entry.leaf is not None and _is_within(entry, old) and not by_type:
+        if entry.leaf in before.kept and _is_within(entry, old) and not by_type:
             raise no_fit(entry, "an array that is only in the new state")
 
 

@@ -13,6 +13,7 @@ from optax_freeze._errors import described, is_concrete, refuse_no_mapping, valu
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.init_with import init_with
+from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import ElementMask, Elements, elements
 from optax_freeze._spec.memory_kinds import to_memory_of
@@ -24,7 +25,7 @@ from optax_freeze._spec.source import mark_replaced
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.carry import Carry
 from optax_freeze._state.entries import entries_of
-from optax_freeze._state.own_states import masks_in, states_in
+from optax_freeze._state.own_states import masks_in, outermost_states, states_in
 from optax_freeze._state.row_axes import init_shapes
 
 
@@ -99,6 +100,8 @@ def replace_masks(
         if isinstance(selection, DynamicRowIndex) or (isinstance(selection, DenseMask) and isinstance(each, Plan))
     }
     new = {path: masks[key] for path, key in _matched(masks, list(leaves.values()), with_mask).items()}
+    for path in new:
+        _refuse_several_parts(path, state)
     by_call = {call: _new_arrays(each, old, new) for call, each, old in zip(shapes.calls, plans, olds, strict=True)}
     call = itertools.count()
     fresh = init_with(lambda plans: plans.with_masks(by_call.get(next(call), [])), tx.init, params)
@@ -116,6 +119,20 @@ def replace_masks(
     for (path, array), (_, before) in zip(masks_in(replaced), masks_in(state), strict=True):
         mark_replaced(array, before, is_new=path in new)
     return replaced
+
+
+def _refuse_several_parts(path: str, state: PyTree) -> None:
+    """A ``ValueError`` if several parts of a ``fz.union`` train a leaf: a new mask in one could reach into another."""
+    for _, union in outermost_states(state, UnionState):
+        owners = [n for n, part in enumerate(union.parts) for i in part.plan.own if part.plan.leaves[i].path == path]
+        if len(owners) > 1:
+            raise value_error(
+                "a leaf that several parts of fz.union train cannot get another mask",
+                at=path,
+                got=f"a mask for a leaf of the parts {owners}",
+                expected="a leaf that one part trains",
+                fix="create the fz.union with other masks, then state = fz.migrate(state, tx, params)",
+            )
 
 
 def _new_arrays(plans: Plan | GroupPlans, old: Any, new: Mapping[str, Any]) -> list[Any]:

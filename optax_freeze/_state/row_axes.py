@@ -6,7 +6,7 @@ answer differently, where there are as many rows as another axis is long. Shapes
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -24,6 +24,21 @@ Axes: TypeAlias = tuple[int | None, ...]
 """For each array at one place of a state the axis of its rows, or of its compact elements; None if it has none."""
 
 
+class Resized(NamedTuple):
+    """How many more rows of a leaf there are along ``axis``, or, if it trains in part, how many more train."""
+
+    axis: int
+    more: int
+    in_part: bool
+
+    def whole(self, node: Any) -> Any:
+        """The shape of a leaf that trains as a whole."""
+        if self.in_part or not isinstance(node, jax.ShapeDtypeStruct):
+            return node
+        shape = tuple(n + self.more * (i == self.axis) for i, n in enumerate(node.shape))
+        return jax.ShapeDtypeStruct(shape, node.dtype)
+
+
 class Shapes(NamedTuple):
     """The shapes of a state, and for each state of this library in it which call of an ``init`` made it."""
 
@@ -31,8 +46,11 @@ class Shapes(NamedTuple):
     calls: list[int]
 
 
-def init_shapes(tx: Any, params: PyTree, more: int = 0) -> Shapes:
-    """The shapes of ``tx.init(params)``, with ``more`` rows or compact elements of each leaf that trains in part."""
+def init_shapes(tx: Any, params: PyTree, more: int = 0, resize: Mapping[str, Resized] = {}) -> Shapes:
+    """The shapes of ``tx.init(params)``, with ``more`` rows or compact elements of each leaf that trains in part.
+
+    ``resize`` says it for each leaf; those that it does not name keep their rows then.
+    """
     made: list[Any] = []
 
     def change(plans: Any) -> Any:
@@ -42,10 +60,19 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0) -> Shapes:
         return resized(plans)
 
     def resized(plan: Plan) -> Plan:
-        return dataclasses.replace(plan, selections=tuple(_resized(each, more) for each in plan.selections))
+        pairs = zip(plan.leaves, plan.selections, strict=True)
+        by_leaf = (
+            (each, resize[leaf.path].more if leaf.path in resize else 0 if resize else more) for leaf, each in pairs
+        )
+        return dataclasses.replace(plan, selections=tuple(_resized(each, rows) for each, rows in by_leaf))
 
     nodes, treedef = _tree.flatten(jax.tree.map(_tree.struct_of, params))
-    params = jax.tree.unflatten(treedef, [_longer(node, more) if isinstance(node, Part) else node for node in nodes])
+    pairs = zip(_tree.paths(params), nodes, strict=True)
+    nodes = [
+        resize[path].whole(node) if path in resize else _longer(node, more) if isinstance(node, Part) else node
+        for path, node in pairs
+    ]
+    params = jax.tree.unflatten(treedef, nodes)
     state = eval_init(lambda params: init_with(change, tx.init, params), params)
     return Shapes(state, [[its is node.plan.leaves for its in made].index(True) for node in states_in(state)])
 
@@ -62,6 +89,35 @@ def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> tuple[list[Axes],
     if all(map(_has_shape_of_part, nodes)):
         return axes, [True] * len(axes)
     return axes, [a == b and "rank" not in a for a, b in zip(longer, changed(-1), strict=True)]
+
+
+def axes_of_moved(
+    nodes: Sequence[Any], tx: Any, params: PyTree, resize: Mapping[str, Resized]
+) -> tuple[list[Axes], list[Axes], list[list[tuple[int, ...]]]] | None:
+    """For each of the ``nodes`` of ``tx.init(params)`` the axes of the rows of leaves that had other rows before.
+
+    ``resize`` says for each of these leaves how many more there were. Returns the axes now and
+    before, None where they are not certain, and the shapes before; None if ``init`` does not take as many rows.
+    """
+
+    def shapes(more: int, *, before: bool) -> list[list[Any]]:
+        now = {path: each._replace(more=more + each.more * before) for path, each in resize.items()}
+        found = iter(jax.tree.leaves(init_shapes(tx, params, resize=now).state))
+        return [[next(found) for _ in jax.tree.leaves(node)] for node in nodes]
+
+    def axes(before: bool) -> list[Axes]:
+        base, *others = (shapes(more, before=before) for more in (0, 1, -1))
+        differences = ([[*map(_first_difference, *pair)] for pair in zip(base, other, strict=True)] for other in others)
+        return [
+            tuple("rank" if a != b else a for a, b in zip(*pair, strict=True))
+            for pair in zip(*differences, strict=True)
+        ]
+
+    try:
+        then = [[tuple(array.shape) for array in each] for each in shapes(0, before=True)]
+        return axes(False), axes(True), then
+    except Exception:  # an optimizer or a spec may refuse any number of rows
+        return None
 
 
 def _has_shape_of_part(node: Any) -> bool:

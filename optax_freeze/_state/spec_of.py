@@ -11,6 +11,7 @@ from optax_freeze._gradient.group_gradients import GroupSpec
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
 from optax_freeze._optimizer.groups import GroupPlans
+from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.selection import TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec, Selector
@@ -28,8 +29,9 @@ def spec_of(state: optax.OptState) -> Selector:
     :func:`optax_freeze.grad` accept.
 
     Args:
-      state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
-        :func:`optax_freeze.freeze_when`, alone or inside another state.
+      state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates`,
+        :func:`optax_freeze.freeze_when` or :func:`optax_freeze.union` (what all parts freeze), alone or inside another
+        state.
 
     Returns:
       A selector, for trees with the same leaves as the parameters given to ``init``. States in the groups of one
@@ -46,6 +48,9 @@ def spec_of(state: optax.OptState) -> Selector:
       >>> fz.resolve(params, fz.spec_of(state))
       {'b': True, 'w': fz.elements(<bool[2, 2]>)}
     """
+    if _states(state, UnionState):
+        as_one = lambda node: node.as_one if isinstance(node, UnionState) else node  # noqa: E731
+        state = jax.tree.map(as_one, state, is_leaf=UnionState.__instancecheck__)
     if (spec := _spec_of_masked(state)) is not None:
         return spec
     states, scheduled = _states(state, FreezeState), _states(state, FreezeWhenState)

@@ -22,6 +22,7 @@ from flax import nnx
 import optax_freeze as fz
 from optax_freeze._report import table as _table
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.fold import fold
 
 
 def shape(*sizes, dtype=jnp.float32):
@@ -277,10 +278,10 @@ def test_the_lines_of_any_tree_add_up_to_its_rows(tree, data):
         summary = fz.summary(params, frozen)
     except ValueError:  # the empty key: two leaves with one path
         hypothesis.reject()
-    lines = _table.fold(summary.rows)
+    lines = fold((row.path, row) for row in summary.rows)
     assert sum(line.times for line in lines) == len(leaves)
     for name in ("elements", "frozen_elements", "bytes", "frozen_bytes"):
-        assert sum(line.times * getattr(line.row, name) for line in lines) == getattr(summary, name)
+        assert sum(line.times * getattr(line.content, name) for line in lines) == getattr(summary, name)
     sizes = [math.prod(leaf.shape) for leaf in leaves]
     assert summary.frozen_elements == np.dot(sizes, bools)
 

@@ -312,29 +312,10 @@ class TestNNX:
 
 
 class TestItDoesNotFit:
-    @pytest.mark.parametrize(
-        "model",
-        [
-            lambda p: {**p, "tail": jnp.ones(2)},
-            lambda p: {"encoder": p["encoder"]},
-            lambda p: {"encoder": p["encoder"], "decoder": p["head"]},
-            lambda p: jax.tree.map(lambda leaf: jnp.ones((leaf.shape[0] + 1, *leaf.shape[1:])), p),
-        ],
-        ids=["another leaf", "a leaf less", "another name", "another width"],
-    )
-    def test_a_state_of_another_model(self, params, model):
-        for spec in ("encoder/layer_0", False):
-            tx = fz.freeze(optax.adam(0.1), spec)
-            with pytest.raises(ValueError, match=r"belongs to other parameters or(.|\n)*at: 0/mu/"):
-                fz.migrate(tx.init(params), tx, model(params))
-
-    @pytest.mark.parametrize("frozen", [fz.rows(slice(0, 2)), fz.elements(np.eye(4, 2) == 1, compact=True)], ids=repr)
-    def test_part_of_a_table_that_has_grown(self, frozen):
-        state = fz.freeze(optax.adam(0.1), [frozen]).init([jnp.ones((4, 2))])
-        expected = r"belongs to other parameters or(.|\n)*at: 0/mu/0(.|\n)*\(4, 2\)(.|\n)*\(6, 2\)"
-        for after in (fz.rows(slice(0, 4)), False):
-            with pytest.raises(ValueError, match=expected):
-                fz.migrate(state, fz.freeze(optax.adam(0.1), [after]), [jnp.ones((6, 2))])
+    def test_a_state_of_another_model(self, params):
+        for tx in (optax.adam(0.1), fz.freeze(optax.adam(0.1), False)):
+            with pytest.raises(ValueError, match=r"belongs to other parameters or(.|\n)*at: 0/(count|mu)"):
+                fz.migrate(tx.init(params), tx, {"decoder": jnp.ones(5)})
 
     @pytest.mark.parametrize(
         "other",

@@ -1,0 +1,248 @@
+"""Several optimizers side by side: each trains a part of the parameters, which may be rows of a leaf.
+
+A part is a :func:`optax_freeze.freeze`, whose update is that of one plan. The parts run in turn, as the groups of
+:func:`optax_freeze.freeze_when` do.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_freeze._errors import described, type_error, value_error
+from optax_freeze._optimizer.around import around, as_parts
+from optax_freeze._optimizer.freeze import FreezeState, FreezingPart, updated_leaf
+from optax_freeze._optimizer.init_with import with_own_buffers
+from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate
+from optax_freeze._optimizer.no_update import negative_zero
+from optax_freeze._optimizer.plan_in_state import other_transformation
+from optax_freeze._optimizer.union_plan import joined, own_rows, refuse_overlap
+from optax_freeze._optimizer.update_params import Update
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.apply_updates import updated
+from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.selection import FROZEN, Selection
+from optax_freeze._spec.tree import Leaf, Part, PyTree
+
+
+class UnionState(NamedTuple):
+    """State of :func:`union`: that of each part."""
+
+    parts: tuple[FreezeState, ...]
+
+    @property
+    def current_plan(self) -> Plan:
+        """The plan of what any part trains, with the masks that the state has now."""
+        return joined([part.current_plan for part in self.parts])
+
+    @property
+    def as_one(self) -> FreezeState:
+        """A state of one ``fz.freeze`` with this plan, without an optimizer."""
+        return FreezeState(self.current_plan, (), ())
+
+    @property
+    def spec(self) -> "UnionState":
+        """The state without those of the optimizers."""
+        return UnionState(tuple(part.spec for part in self.parts))
+
+    def differs(self, other: Any) -> bool:
+        """Whether another state has other parts."""
+        if not isinstance(other, UnionState) or len(self.parts) != len(other.parts):
+            return True
+        return any(mine.differs(its) for mine, its in zip(self.parts, other.parts, strict=True))
+
+
+def union(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Trains several parts of the parameters, each with an optimizer of its own.
+
+    What no part trains is frozen; ``fz.spec_of(state)`` is what all of them freeze. The parts are disjoint, also within
+    a leaf: old rows of a table may train slowly and new rows fast. The state and the updates of a part are those of its
+    optimizer alone. Anything that an optimizer computes over a whole tree, such as a global norm, covers its part.
+
+    Args:
+      transformations: the parts, each :func:`optax_freeze.freeze` of an optimizer, which may be
+        :func:`optax_freeze.freeze_when`, and of a spec that freezes everything outside of the part. All have the same
+        ``full_updates``.
+
+    Returns:
+      A transformation. Its ``init`` and ``update`` take and return what those of :func:`optax_freeze.freeze` do, with
+      one gradient for all parts. Extra arguments are passed to each part. The functions among them (``value_fn``,
+      ``obj_fn``, ``grad_fn``) are called with parameters that earlier parts have updated. ``init`` raises
+      ``ValueError`` if two parts train the same element.
+
+    Raises:
+      TypeError: if an argument is not made by :func:`optax_freeze.freeze`.
+      ValueError: if there is no argument, or some have ``full_updates=False`` and others have not.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> params = {"embed": jnp.ones(2), "encoder": jnp.ones(2), "head": jnp.ones(2)}
+      >>> slow = fz.freeze(optax.sgd(0.25), fz.all_except("encoder"))
+      >>> tx = fz.union(slow, fz.freeze(optax.sgd(0.5), fz.all_except("head")))
+      >>> params, state = fz.update_params(tx, params, tx.init(params), params)
+      >>> [(path, float(leaf[0])) for path, leaf in params.items()]
+      [('embed', 1.0), ('encoder', 0.75), ('head', 0.5)]
+    """
+    parts = [_part_of(tx, n) for n, tx in enumerate(transformations)]
+    _refuse_no_parts(parts)
+    full_updates = parts[0].full_updates
+
+    def init_fn(params: PyTree) -> PyTree:
+        own = as_parts(params, around())
+        refuse_overlap([part.plan(own) for part in parts])
+        states: Any = tuple(tx.init(params) for tx in transformations)
+        return with_own_buffers(UnionState(states), params)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any], *, in_place: bool
+    ) -> tuple[PyTree, PyTree]:
+        if not isinstance(state, UnionState) or len(state.parts) != len(parts):
+            raise other_transformation(_told(state), f"a UnionState of {len(parts)} parts")
+        tree = updates if params is None else params
+        states = [part.state(each, tree) for part, each in zip(parts, state.parts, strict=True)]
+        plans = [each.current_plan for each in states]
+        union = joined(plans)
+        call = InnerUpdate.aligned(union, updates, params, extra_args)
+        sees_updates = in_place or (params is not None and any(callable(extra_args.get(name)) for name in OF_PARAMS))
+        changes: list[list[Any]] = []
+        for n, (part, plan, its) in enumerate(zip(parts, plans, states, strict=True)):
+            own = _of_part(call, union, plan)
+            gradient = lambda _, own=own: (own.grads, None)  # noqa: E731
+            [new], [inner_state], _ = own.updates(
+                Inner(part.transform(plan)), [plan], [its.inner_state], gradient, [False]
+            )
+            changes.append(new)
+            states[n] = its._replace(inner_state=inner_state)
+            if sees_updates:
+                call = _with_updates(call, plan, new)
+        new_state = UnionState(tuple(states))
+        if in_place:
+            return call.params, new_state
+        new = _merged(call, union, plans, changes, full_updates)
+        return jax.tree.unflatten(call.treedef, union.with_sources(new, call.grads)), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, Update(update))
+
+
+def _part_of(tx: Any, n: int) -> FreezingPart:
+    update = getattr(tx, "update", None)
+    part = update.part if isinstance(update, Update) and not update.only_freezes else None
+    if part is None:
+        got, fix = described(tx), "put everything inside: fz.union(fz.freeze(optax.adam(1e-3), frozen), ...)"
+        if isinstance(update, Update):
+            got = "fz.masked_zero_updates, which has no optimizer"
+            fix = "fz.freeze(optimizer, frozen)"
+            if update.of_groups is not None:
+                got = "fz.freeze_when, which trains every leaf that is in no group"
+                fix = "fz.freeze(fz.freeze_when(optimizer, groups), frozen), which freezes what other parts train"
+            elif not update.only_freezes:
+                got, fix = "fz.union", "give all parts to one fz.union"
+        elif hasattr(tx, "update"):
+            got = "a transformation without a spec"
+        raise type_error(
+            "a part of fz.union is not made by fz.freeze",
+            at=f"argument {n}",
+            got=got,
+            expected="fz.union(fz.freeze(a, frozen), fz.freeze(b, also_frozen))",
+            fix=fix,
+        )
+    return part
+
+
+def _refuse_no_parts(parts: Sequence[FreezingPart]) -> None:
+    expected = "fz.union(fz.freeze(a, frozen), fz.freeze(b, also_frozen))"
+    if not parts:
+        fix = "give a fz.freeze for each part"
+        raise value_error("fz.union needs a part", at="fz.union", got="no argument", expected=expected, fix=fix)
+    if len({part.full_updates for part in parts}) > 1:
+        raise value_error(
+            "the parts of fz.union have different updates",
+            at="full_updates",
+            got=", ".join(str(part.full_updates) for part in parts),
+            expected="the same `full_updates` in each fz.freeze",
+            fix="give full_updates=False to all parts, or to none",
+        )
+
+
+def _of_part(call: InnerUpdate, union: Plan, plan: Plan) -> InnerUpdate:
+    """The arguments of a part: of a ``Part`` of the rows of several parts, its own."""
+    narrow: dict[int, Callable[[Any], Any]] = {
+        i: functools.partial(own_rows, union.selections[i], plan.selections[i])
+        for i in plan.own
+        if plan.selections[i] is not union.selections[i]
+    }
+    if not narrow:
+        return call
+
+    def of_values(values: Sequence[Any]) -> list[Any]:
+        return [narrow[i](value) if i in narrow else value for i, value in enumerate(values)]
+
+    def of_tree(tree: Any) -> Any:
+        values, treedef = _tree.flatten(tree) if tree is None else _tree.flatten_beside(call.treedef, tree)
+        has_parts = treedef == call.treedef and any(isinstance(value, Part) for value in values)
+        return jax.tree.unflatten(treedef, of_values(values)) if has_parts else tree
+
+    def of_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: of_tree(fn(*args, **kwargs))
+
+    extra_args: Mapping[str, Any] = call.extra_args
+    given = {name: value if name in OF_PARAMS else of_tree(value) for name, value in extra_args.items()}
+    if callable(grad_fn := given.get("grad_fn")):
+        given["grad_fn"] = of_function(grad_fn)
+    return call._replace(grads=of_values(call.grads), extra_args=given)
+
+
+def _with_updates(call: InnerUpdate, plan: Plan, changes: Sequence[Any]) -> InnerUpdate:
+    """The arguments with the parameters after the updates of a part."""
+    olds = list(call.olds)
+    for i in plan.own:
+        if i not in call.missing:
+            olds[i] = updated(olds[i], changes[i], plan.selections[i])
+    return call._replace(olds=olds, params=jax.tree.unflatten(call.params_treedef, olds))
+
+
+def _merged(
+    call: InnerUpdate, union: Plan, plans: Sequence[Plan], changes: Sequence[Sequence[Any]], full_updates: bool
+) -> list[Any]:
+    """The updates of all leaves from those of each part."""
+    new = []
+    for i, (leaf, selection, grad, old) in enumerate(
+        zip(union.leaves, union.selections, call.grads, call.olds, strict=True)
+    ):
+        owners = [
+            (plan.selections[i], its[i])
+            for plan, its in zip(plans, changes, strict=True)
+            if plan.selections[i] is not FROZEN
+        ]
+        if i in call.missing or len(owners) < 2:
+            its, change = (FROZEN, None) if i in call.missing or not owners else owners[0]
+            new.append(updated_leaf(its, leaf, change, grad, old, full_updates))
+        else:
+            whole = _merged_leaf(leaf, owners, old, grad)
+            in_rows = selection.part_index is not None and (not full_updates or is_on_host(old))
+            new.append(selection.take(whole) if in_rows else whole)
+    return new
+
+
+def _merged_leaf(leaf: Leaf, owners: Sequence[tuple[Selection, Any]], old: Any, grad: Any) -> Any:
+    """The update of a leaf of which several parts train some, -0.0 where none does."""
+    dtype = jnp.result_type(*(change.dtype for _, change in owners))
+    fill, whole = negative_zero(dtype), None
+    for selection, change in owners:
+        change = jax.tree.map(lambda x: x.astype(dtype), change)
+        if whole is not None:
+            whole = selection.put(whole, change)
+        elif isinstance(change, Part):
+            whole = selection.spread(change, fill, next((x for x in (old, grad) if not isinstance(x, Part)), None))
+        else:
+            whole = selection.choose(fill, change)
+    return whole
+
+
+def _told(state: Any) -> str:
+    parts = f" of {len(state.parts)} parts" if isinstance(state, UnionState) else ""
+    return f"{type(state).__name__}{parts}"

@@ -1,0 +1,349 @@
+"""Which leaf, and which row, of an old model each leaf of the parameters was."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from optax_freeze._errors import counted, described, refuse_no_mapping, type_error, value_error
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.rename import renamed
+from optax_freeze._spec.resolve import make_plan
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
+from optax_freeze._spec.selector_algebra import as_selector, first_match
+from optax_freeze._spec.tree import Leaf, PyTree
+from optax_freeze._state.entries import Entry, Scope, entries_of, join
+from optax_freeze._state.own_states import outermost_states
+from optax_freeze._state.row_axes import Resized, init_shapes
+
+Shape = tuple[int, ...] | None
+"""The shape of a leaf, or None if it is not known."""
+
+
+class Moved(NamedTuple):
+    """For each row of a leaf along an axis which one of the ``size`` old rows it was; -1 if it begins anew."""
+
+    axis: int
+    rows: np.ndarray
+    size: int
+
+    @property
+    def loses_rows(self) -> bool:
+        """Whether an old row is not in the leaf."""
+        return len(np.unique(self.rows[self.rows >= 0])) < self.size
+
+    def take(self, array: Any, fill: Any) -> Any:
+        """The rows of an array of the old leaf, or of one that broadcasts to its shape; ``fill`` for new rows."""
+        column = tuple(-1 if i == self.axis else 1 for i in range(array.ndim))
+        if array.shape[self.axis] == 1:
+            array = np.broadcast_to(array, tuple(self.size if i == self.axis else n for i, n in enumerate(array.shape)))
+        found = array.take(np.maximum(self.rows, 0), self.axis)
+        return np.where((self.rows >= 0).reshape(column), found, fill)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeavesBefore:
+    """The leaves of an old state, and what becomes of them.
+
+    Attributes:
+      shapes: the shape of each old leaf, by its old path.
+      names: the path of each old leaf in the parameters; None if it is dropped.
+      moved: the rows of leaves of which not all are where they were, by the new path.
+      anew: the leaves of the parameters that begin anew, also if the state has one of this path.
+      paths: those of the parameters.
+      floating: those of the parameters that can train.
+      lists: addresses of arrays that an optimizer has for a leaf that begins anew, or of which rows have moved.
+    """
+
+    shapes: dict[str, Shape]
+    names: dict[str, str | None]
+    moved: dict[str, Moved]
+    anew: frozenset[str]
+    paths: frozenset[str]
+    floating: frozenset[str]
+    lists: frozenset[str] = frozenset()
+
+    @property
+    def kept(self) -> set[str]:
+        """The leaves of the parameters that the state has."""
+        return {new for new in self.names.values() if new is not None} & self.paths
+
+    @property
+    def replaced(self) -> set[str]:
+        """The old leaves whose path another leaf has now, by ``rename``."""
+        return {old for old, new in self.names.items() if new is None}
+
+    def begins_anew(self, entry: Entry) -> bool:
+        """Whether an entry of the new state takes nothing from the old one."""
+        return entry.leaf in self.anew or entry.address in self.lists
+
+    def with_lists_of_arrays(self, fresh: Sequence[Entry], tx: Any, params: PyTree) -> "LeavesBefore":
+        """With :attr:`lists`; a ``ValueError`` for an array about several leaves of which some change."""
+        paths = {*self.anew, *self.moved}
+        others = [entry for entry in fresh if entry.leaf is None and entry.arrays and entry.address is not None]
+        lists = {
+            str(entry.address)
+            for entry in others
+            if self.names.get(str(self._leaf_of_list(str(entry.address)))) in paths
+        }
+        nodes: list[Any] = []
+        if paths and not self.anew >= self.floating:
+            resize = {path: Resized(self.moved[path].axis if path in self.moved else 0, 1, False) for path in paths}
+            with contextlib.suppress(Exception):  # an optimizer or a spec may refuse any number of rows
+                nodes = jax.tree.leaves(init_shapes(tx, params, resize=resize).state)
+        longer = iter(nodes)
+        for entry in fresh if nodes else ():
+            shapes = [next(longer).shape for _ in entry.arrays]
+            is_other = entry.leaf is None and entry.address is not None and entry.address not in lists
+            if is_other and shapes != [np.shape(array) for array in entry.arrays]:
+                raise value_error(
+                    "an array of the state contains several leaves",
+                    at=entry.name,
+                    got=f"changes of {sorted(paths)[0]}",
+                    expected="an optimizer with an array for each leaf",
+                    fix="create a new state: tx.init(params)",
+                )
+        return dataclasses.replace(self, lists=frozenset(lists))
+
+    def entry(self, entry: Entry) -> Entry:
+        """An entry of the old state at the path of its leaf in the parameters."""
+        (names, trains), renamed = entry.scope, lambda path: self.names.get(path, path)
+        if trains is not None:
+            trains = frozenset(new for path in trains if (new := renamed(path)) is not None and new not in self.anew)
+        names = tuple(renamed(name) or name for name in names)
+        entry = entry._replace(scope=Scope(names, trains))
+        path = self._leaf_of_list(str(entry.address)) if entry.leaf is None else entry.leaf
+        new = None if path is None else renamed(path)
+        if new is not None and new != path:
+            tree, _, number = f"{entry.address}/".rpartition(f"{path}/")
+            address = join(tree.rstrip("/"), new, number.rstrip("/"))
+            entry = entry._replace(address=address, leaf=None if entry.leaf is None else new)
+        return entry if entry.leaf is None else entry._replace(moved=self.moved.get(entry.leaf))
+
+    def _leaf_of_list(self, address: str) -> str | None:
+        """The old leaf for which an optimizer has a list of arrays, of which this is one."""
+        above, _, number = address.rpartition("/")
+        return next((path for path in self.names if number.isdigit() and f"/{above}".endswith(f"/{path}")), None)
+
+
+def leaves_before(
+    state: PyTree, fresh: Sequence[Entry], tx: Any, params: PyTree, *, rename: Any, rows: Any, reset: Any
+) -> LeavesBefore:
+    """Compares the leaves of a state with those of the parameters; ``fresh`` are the entries of a new state."""
+    leaves = {leaf.path: leaf for leaf in _tree.leaves(params)}
+    shapes = _shapes_before(state, fresh)
+    names: dict[str, str | None] = dict(zip(shapes, renamed([*shapes], rename, [*leaves], of="state"), strict=True))
+    given = {new for old, new in names.items() if old != new}
+    names = {old: None if old == new and new in given else new for old, new in names.items()}
+    names = {old: new if new in leaves or new == old else None for old, new in names.items()}
+    before = {str(new): shapes[old] for old, new in names.items() if new in leaves}
+    if any(shape is None for shape in before.values()):
+        old = entries_of(state, {path: leaf.shape for path, leaf in leaves.items()} | shapes)
+        before |= _searched(names, before, old, fresh, tx, params)
+        shapes |= {path: before[str(new)] for path, new in names.items() if new in before}
+    whole, rows_anew = _resets(reset, params)
+    moved = _given_rows(rows, leaves, before)
+    floating = frozenset(path for path, leaf in leaves.items() if leaf.inexact)
+    anew = whole | {path for path in rows_anew if path not in before}
+    for path, was in before.items():
+        now = leaves[path].shape
+        if path in moved or path in anew or was is None or now is None or was == now:
+            continue
+        axes = [i for i, pair in enumerate(zip(now, was, strict=False)) if pair[0] != pair[1]]
+        if len(now) == len(was) and len(axes) == 1 and now[axes[0]] > was[axes[0]]:
+            numbers = np.arange(now[axes[0]])
+            moved[path] = Moved(axes[0], np.where(numbers < was[axes[0]], numbers, -1), was[axes[0]])
+        else:
+            anew.add(path)
+    for path, index in rows_anew.items():
+        if path not in anew:
+            moved[path] = _with_reset(moved.get(path), index, path)
+    return LeavesBefore(shapes, names, moved, frozenset(anew), frozenset(leaves), floating)
+
+
+def _shapes_before(state: PyTree, fresh: Sequence[Entry]) -> dict[str, Shape]:
+    """The shape of each leaf of an old state by its path: from the plans in it, or from its moments."""
+    found: dict[str, Shape] = {}
+    for _, own in outermost_states(state):
+        for leaf in own.plan.leaves:
+            found[leaf.path] = found.get(leaf.path) or (None if leaf.dtype is None else leaf.shape)
+    trees: dict[str, bool] = {}
+    for entry in fresh:
+        if entry.leaf is not None:
+            arrays = entry.arrays
+            fits = not arrays or [np.shape(array) for array in arrays] == [entry.shape_of_part]
+            trees[entry.tree] = trees.get(entry.tree, True) and fits
+    others = {entry.address for entry in fresh if entry.leaf is None}
+    inner = {entry.address: entry.leaf for entry in fresh if entry.leaf is not None}
+    for entry in entries_of(state, {}):
+        address = str(entry.address)
+        tree = max((tree for tree in trees if address == tree or _is_below(tree, address)), key=len, default=None)
+        if entry.address is None or entry.optional or address in others or tree is None:
+            continue
+        path = inner.get(address) or address[len(tree) :].lstrip("/")
+        if _tree.is_masked_node(entry.value) or not trees[tree]:
+            found.setdefault(path, None)
+        elif not found.get(path):
+            found[path] = (
+                tuple(np.shape(_tree.bare(entry.value))) if not _tree.is_leaf(entry.value) else entry.value.shape
+            )
+    return found
+
+
+def _searched(
+    names: Mapping[str, str | None],
+    before: Mapping[str, Shape],
+    old: Sequence[Entry],
+    fresh: Sequence[Entry],
+    tx: Any,
+    params: PyTree,
+) -> dict[str, Shape]:
+    """The shapes of old leaves of which no array of the state has the shape: those for which ``init`` makes its arrays.
+
+    A leaf keeps its shape if its arrays do; else one axis may be as long as one of an old array.
+    """
+    held: dict[str, list[Any]] = collections.defaultdict(list)
+    now: dict[str, list[Any]] = collections.defaultdict(list)
+    for entry in old:
+        new = names.get(str(entry.leaf))
+        if entry.leaf is not None and entry.arrays and new is not None and before.get(new, ()) is None:
+            held[new].append((join(entry.tree, new), [np.shape(array) for array in entry.arrays]))
+    for entry in fresh:
+        if entry.leaf in held and entry.arrays:
+            now[str(entry.leaf)].append((entry.address, [np.shape(array) for array in entry.arrays]))
+    found: dict[str, Shape] = {}
+    for path, its in held.items():
+        [shape] = {entry.shape for entry in fresh if entry.leaf == path} or {()}
+        if sorted(its) == sorted(now[path]) or not shape:
+            continue
+        fits = []
+        for axis, size in itertools.product(
+            range(len(shape)), {n for _, shapes in its for each in shapes for n in each}
+        ):
+            resize = {path: Resized(axis, size - shape[axis], False)}
+            with contextlib.suppress(Exception):  # an optimizer or a spec may refuse any number of rows
+                made = init_shapes(tx, params, resize=resize).state
+                nodes = iter(jax.tree.leaves(made))
+                arrays = [(entry, [next(nodes).shape for _ in entry.arrays]) for entry in fresh]
+                if sorted((e.address, a) for e, a in arrays if e.leaf == path and a) == sorted(its):
+                    fits.append(tuple(size if i == axis else n for i, n in enumerate(shape)))
+        found[path] = fits[0] if len(fits) == 1 else ()
+    return found
+
+
+def _is_below(tree: str, address: str) -> bool:
+    return address.startswith(f"{tree}/" if tree else "")
+
+
+def _resets(reset: Any, params: PyTree) -> tuple[set[str], dict[str, RowIndex]]:
+    """The leaves that begin anew, and the rows of others, which are the frozen ones of a spec."""
+    if reset is None:
+        return set(), {}
+    plan = make_plan(params, reset)
+    pairs = [*zip(plan.leaves, plan.selections, strict=True)]
+    for leaf, selection in pairs:
+        if selection not in (FROZEN, TRAINABLE) and not isinstance(selection, RowIndex):
+            raise value_error(
+                "reset takes leaves and static rows",
+                at=leaf.path,
+                got="elements, or rows of a JAX array",
+                expected="a spec of leaves and of fz.rows with a list, a slice or a NumPy array",
+                fix="fz.rows([0, 1]), or the whole leaf",
+            )
+    whole = {leaf.path for leaf, selection in pairs if selection is FROZEN and leaf.inexact}
+    return whole, {leaf.path: selection for leaf, selection in pairs if isinstance(selection, RowIndex)}
+
+
+def _with_reset(moved: Moved | None, index: RowIndex, path: str) -> Moved:
+    if moved is None:
+        moved = Moved(index.axis, np.arange(index.size), index.size)
+    if moved.axis != index.axis:
+        raise value_error(
+            "reset names rows along another axis than that of the rows that moved",
+            at=path,
+            got=f"rows along axis {index.axis} and along axis {moved.axis}",
+            expected="rows along one axis",
+            fix="migrate twice: without reset, then with reset alone",
+        )
+    return moved._replace(rows=np.where(np.isin(np.arange(index.size), index.numbers), moved.rows, -1))
+
+
+def _given_rows(rows: Any, leaves: Mapping[str, Leaf], before: Mapping[str, Shape]) -> dict[str, Moved]:
+    """The rows that a user gives for leaves, along axis 0."""
+    if rows is None:
+        return {}
+    fix = 'rows={"gaussians/**": np.flatnonzero(keep)}'
+    refuse_no_mapping("rows", rows, "{path or pattern: numbers of old rows}", at="rows", fix=fix)
+    selectors = [as_selector(key, "rows") for key in rows]
+    keys, found = [*rows], {}
+    for n, leaf in zip(first_match(selectors, [*leaves.values()]), leaves.values(), strict=True):
+        if n is not None and leaf.inexact:
+            if leaf.path not in before:
+                got, fix = "a leaf that is not in the state", "leave it out: a new leaf begins as in tx.init(params)"
+                raise _bad_rows(leaf.path, got, "a leaf that the state has, or rename=", fix)
+            found[leaf.path] = _moved(leaf, before[leaf.path], rows[keys[n]])
+    return found
+
+
+def _moved(leaf: Leaf, was: Shape, given: Any) -> Moved:
+    """The old row of each row of a leaf."""
+    if isinstance(given, jax.core.Tracer):
+        what, got, fix = "rows takes numbers with values", described(given), "call fz.migrate outside of jit"
+        raise type_error(what, at=leaf.path, got=got, expected="a list or an array of ints or bools", fix=fix)
+    numbers, now = np.asarray(given), leaf.shape or ()
+    if numbers.size == 0:
+        numbers = numbers.astype(int)
+    if numbers.ndim != 1 or not (np.issubdtype(numbers.dtype, np.integer) or numbers.dtype == np.bool_):
+        what, got = "rows takes a vector of ints or bools", described(numbers)
+        raise type_error(
+            what, at=leaf.path, got=got, expected="the old row of each row", fix="rows={pattern: [0, 2, 2]}"
+        )
+    fix = "give the old row of each row along axis 0, or a bool for each old row"
+    if was is None or not now or not was:
+        raise _bad_rows(
+            leaf.path, "a leaf whose old rows are not known", "a leaf with rows, of a state with moments", fix
+        )
+    if numbers.dtype == np.bool_:
+        if len(numbers) != was[0]:
+            raise _bad_rows(leaf.path, counted(len(numbers), "bool", "bools"), f"{was[0]}, one for each old row", fix)
+        numbers = np.flatnonzero(numbers)
+    if was[1:] != now[1:]:
+        raise _bad_rows(leaf.path, f"rows of shape {was[1:]} before, {now[1:]} now", "rows of one shape", fix)
+    if len(numbers) != now[0]:
+        raise _bad_rows(leaf.path, counted(len(numbers), "row", "rows"), f"{now[0]}, as the leaf has now", fix)
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < was[0]:
+        got = f"row {numbers.min() if numbers.min() < 0 else numbers.max()}"
+        raise _bad_rows(leaf.path, got, f"numbers from 0 to {was[0] - 1}: there were {was[0]} rows", fix)
+    return Moved(0, numbers.astype(np.int64), was[0])
+
+
+def _bad_rows(path: str, got: str, expected: str, fix: str) -> ValueError:
+    return value_error("rows that do not fit", at=path, got=got, expected=expected, fix=fix)
+
+
+def refuse_ambiguous(
+    before: LeavesBefore, old: Sequence[Entry], fresh: Sequence[Entry], params: PyTree, reset: Any
+) -> None:
+    """A ``ValueError`` for a leaf that is gone beside a new one of the same shape."""
+    whole, rows_anew = _resets(reset, params)
+    kept = before.kept
+    new = {
+        entry.leaf: entry.shape for entry in fresh if entry.leaf is not None and entry.arrays and entry.leaf not in kept
+    }
+    gone = [path for path, target in before.names.items() if target is not None and target not in before.paths]
+    held = {entry.leaf for entry in old if entry.arrays}
+    for path in gone:
+        for other, shape in new.items():
+            if path in held and before.shapes[path] == shape and other not in whole and other not in rows_anew:
+                raise value_error(
+                    "a leaf is gone, and a new one has its shape",
+                    at=path,
+                    got=f"{path}, only in the state, and {other}, only in the parameters: shape {shape}",
+                    expected="a call that says whether this is the same leaf",
+                    fix=f"rename={{{path!r}: {other!r}}} if it is, else reset=[{other!r}]",
+                )
