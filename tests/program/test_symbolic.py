@@ -62,7 +62,7 @@ def test_gradients_of_rows(loss, rows):
 
     for gradient in (fz.grad(loss, frozen), restricted):
         exported = export.export(jax.jit(lambda p, t, f=gradient: jax.tree.leaves(f(p, t))))(*shapes)
-        assert_equal_up_to_rounding(exported.call(PARAMS, TOKENS), jax.tree.leaves(expected))
+        assert_equal_up_to_rounding(exported.call(PARAMS, TOKENS), jax.tree.leaves(expected), roundings=256)
 
 
 def test_what_is_computed_once_needs_numbers():
