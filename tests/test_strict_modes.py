@@ -139,3 +139,13 @@ FUNCTIONS = [groups, rows_that_change, features, on_the_host, verified, audited,
 def test_functions(function, mode):
     with MODES[mode]():
         function()
+
+
+def test_a_condition_that_starts_at_infinity():
+    """JAX refuses infinity as a result of an operation: `init` only stores it."""
+    before, tokens = params(), jnp.array([0, 3, 1])
+    tx = fz.freeze_when(optax.sgd(0.1), {name: lambda step, stats: stats.norm < 1e-9 for name in before})
+    with jax.debug_infs(True):
+        new, state, _ = jax.jit(fz.train_step(loss, tx))(before, tx.init(before), tokens)
+    assert np.isfinite(state.groups["head"].condition_state.norm)
+    assert not np.array_equal(new["head"], before["head"])

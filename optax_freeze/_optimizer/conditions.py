@@ -99,7 +99,7 @@ class FunctionCondition(Condition):
 
     def initial(self) -> PyTree:
         zero = jnp.zeros([], jnp.float32)
-        return GroupStats(zero + jnp.inf, zero, jnp.zeros([], jnp.int32)) if self.takes_norm else ()
+        return GroupStats(jax.device_put(np.float32(np.inf)), zero, jnp.zeros([], jnp.int32)) if self.takes_norm else ()
 
     def frozen(self, step: jax.Array, states: Sequence[Any]) -> list[Any]:
         stats = [GroupStats(*jax.tree.leaves(states))] if self.takes_norm else []

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
-from optax_freeze._errors import value_error
+from optax_freeze._errors import is_int, value_error
 from optax_freeze._jax_internals import needs_value
 from optax_freeze._precompute.batch_size import number_of_examples, with_examples
 from optax_freeze._precompute.cut import Cut, first_dependent, is_cheap, minimum_cut
@@ -148,6 +149,7 @@ def divide(
     """Divides ``fun(params, *args, **kwargs)``, given the treedef of ``(args, kwargs)`` and the leaves of all three."""
     trace = functools.partial(_traced, fun, plan, treedef, leaves)
     inputs = [leaf for leaf in leaves if not leaf.is_constant]
+    _refuse_symbolic(inputs)
     traced, tasks, inputs, gradient = trace(inputs)
     cut, examples = _cut(tasks, inputs, example_axis)
     text = text_of(tasks, inputs, cut)
@@ -162,6 +164,21 @@ def divide(
                 text = without_count(text, text_of(its, inputs, its_cut), count, more)
                 break
     return Division(plan, traced, tasks, inputs, cut, examples, digest(text), gradient)
+
+
+def _refuse_symbolic(inputs: Sequence[Input]) -> None:
+    """What is stored is chosen by its bytes, and where the examples are by their number."""
+    for given in inputs:
+        shape = np.shape(given.value)
+        if not all(map(is_int, shape)):
+            raise value_error(
+                "what is computed once depends on the sizes of arrays",
+                at=given.name,
+                got=f"shape ({', '.join(map(str, shape))})",
+                expected="numbers, no symbolic dimensions of jax.export",
+                fix="export for each size by itself: "
+                f"jax.ShapeDtypeStruct({tuple(n if is_int(n) else 32 for n in shape)}, {str(given.value.dtype)!r})",
+            )
 
 
 def _traced(

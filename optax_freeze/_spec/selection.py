@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from optax_freeze._errors import value_error
 from optax_freeze._spec import host_rows as _host_rows
 from optax_freeze._spec.indexing import at, cut, gather, integer_of, numbers_where, of_each_row, scatter, select, write
 from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
@@ -277,18 +278,32 @@ class RowIndex(RowSelection):
         rows = ", ".join(named[:_TOLD]) + f" and {len(named) - _TOLD} more" * (len(named) > _TOLD)
         return f"trains {'except ' * self.others}in rows {rows} of {self.size} along axis {self.axis}"
 
+    @property
+    def _dtype(self) -> Any:
+        """That of the numbers."""
+        if self.size <= np.iinfo(np.int32).max or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            return jnp.int32 if self.size <= np.iinfo(np.int32).max else jnp.int64
+        raise value_error(
+            "JAX has no numbers for so many rows",
+            at=repr(self.mask),
+            got=f"{self.size} rows along axis {self.axis}",
+            expected=f"at most {np.iinfo(np.int32).max} rows, or 64-bit numbers; one run of rows is a slice",
+            fix='jax.config.update("jax_enable_x64", True)',
+        )
+
     def indices(self, *array: Any) -> jax.Array:
+        dtype = self._dtype
         if self.others:
-            return numbers_where(~self.frozen_rows(), self.count).astype(jnp.int32)
+            return numbers_where(~self.frozen_rows(), self.count).astype(dtype)
         if len(self.progressions) > _FEW:
-            return jnp.asarray(self.numbers.astype(np.int32))
-        iotas = [(each, jnp.arange(len(range(*each)), dtype=jnp.int32)) for each in self.progressions]
+            return jnp.asarray(self.numbers.astype(dtype))
+        iotas = [(each, jnp.arange(len(range(*each)), dtype=dtype)) for each in self.progressions]
         return jnp.concatenate([start + (step * iota if step > 1 else iota) for (start, _, step), iota in iotas])
 
     def frozen_rows(self) -> jax.Array:
         if len(self.progressions) > _FEW:
             return jnp.ones(self.size, bool).at[self.numbers].set(False)
-        i = jnp.arange(self.size, dtype=jnp.int32)
+        i = jnp.arange(self.size, dtype=self._dtype)
         hits = [(i >= a) & (i < b) & ((i - a) % step == 0 if step > 1 else True) for a, b, step in self.progressions]
         hit = functools.reduce(jnp.logical_or, hits)
         return hit if self.others else ~hit

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from oracle import Case
 from programs import curved, mesh, total
 
@@ -117,6 +118,22 @@ def most_rows_of_maxima(p, x):
     return curved(jnp.max(v2 * v2 - 0.3 * v2, axis=0), lax.sort((v3, v3), dimension=0, num_keys=1)[1])
 
 
+def rows_of_a_stack(p, x):
+    return total(*(jnp.tanh(p["a"][i]) for i in range(3)))
+
+
+def a_lookup_in_each_step(p, x):
+    step = lambda c, r: (jnp.tanh(c + total(r.at[x["i"][:4]].get(out_sharding=P(None, "d")))), None)  # noqa: E731
+    return total(lax.scan(step, jnp.float32(0), p["a"])[0])
+
+
+def automatic_axes(p, x):
+    inside = jax.sharding.auto_axes(lambda r: jnp.sin(r[::2]), axes=("d", "m"), out_sharding=P())
+    return total(lax.scan(lambda c, r: (jnp.tanh(c + total(inside(r))), None), jnp.float32(0), p["a"])[0])
+
+
+ON_MESH = {"x": P(), "i": P(), "k": P()}
+
 CASES = {
     "a float counter": Case(float_counter, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
     "keys of rbg": Case(keys_of_rbg, SMALL, lambda: {"a": ~fz.rows([1, 3])}),
@@ -184,4 +201,29 @@ CASES = {
         largest_of_sharded_rows, {"a": ((64, 64), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((31, 59),), how="quick"
     ),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
+    "rows of a stack on a mesh": Case(
+        rows_of_a_stack,
+        {"a": ((3, 4, 4), "float32")},
+        lambda: {"a": ~fz.rows([1])},
+        mesh="explicit",
+        places={**ON_MESH, "a": P(None, None, ("d", "m"))},
+    ),
+    "a lookup in each step on a mesh": Case(
+        a_lookup_in_each_step,
+        {"a": ((3, 4, 4), "float32")},
+        lambda n: {"a": ~fz.rows(n, 2)},
+        ((1, 3),),
+        way="restrict",
+        mesh="mixed",
+        places={**ON_MESH, "a": P(None, "m", "d")},
+    ),
+    "automatic axes of a mesh": Case(
+        automatic_axes,
+        {"a": ((3, 4, 4), "float32")},
+        lambda n: {"a": fz.rows(n, 2)},
+        ((0, 2),),
+        way="train_step",
+        mesh="explicit",
+        places={**ON_MESH, "a": P(None, "d", "m")},
+    ),
 }

@@ -5,7 +5,8 @@ import functools
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from conftest import compile_as
-from programs import BATCH, LOGS, NAMESPACE
+from programs import BATCH, LOGS, NAMESPACE, mesh, on_mesh
 
 import optax_freeze as fz
 from optax_freeze._precompute.traced_gradient import tracers_in
@@ -44,6 +45,8 @@ class Case(NamedTuple):
     way: str = "grad"
     how: str = "as users"
     odd: Any = None  # the first element of each leaf
+    mesh: str | None = None
+    places: Mapping[str, Any] = MappingProxyType({})  # on the mesh: of each leaf, and of what the batch contains
 
     def inputs(self, seed: int) -> tuple[Any, Any, Any]:
         """Row numbers, parameters and a batch."""
@@ -62,6 +65,9 @@ class Case(NamedTuple):
             "i": jnp.asarray(rng.integers(-2, 7, BATCH["i"].shape), jnp.int32),
             "k": jnp.asarray(rng.integers(0, 2**32, BATCH["k"].shape, np.uint32)),
         }
+        if self.mesh:
+            placed = lambda n, x: jax.device_put(x, jax.NamedSharding(mesh(self.mesh), self.places[n]))  # noqa: E731
+            params, batch = ({n: placed(n, x) for n, x in tree.items()} for tree in (params, batch))
         return tuple(jnp.array(n, jnp.int32) for n in self.numbers), params, batch
 
 
@@ -210,7 +216,8 @@ def shaken(tree: Any, eps: float, seed: int) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         with np.errstate(all="ignore"):
-            return jnp.asarray((np.asarray(x) * (1 + eps * rng.integers(-1, 2, x.shape))).astype(x.dtype))
+            new = jnp.asarray((np.asarray(x) * (1 + eps * rng.integers(-1, 2, x.shape))).astype(x.dtype))
+        return jax.device_put(new, x.sharding) if x.committed else new
 
     return jax.tree.map(shake, tree)
 
@@ -261,6 +268,11 @@ def answered(function: Any, *args: Any) -> Any:
         raise
 
 
+def specs(traced: Any) -> list[Any]:
+    """Along which explicit axes of the mesh the results are divided."""
+    return [aval.sharding.spec for aval in traced.jaxpr.out_avals]
+
+
 def trace_with_rows(case: Case, inputs: Any) -> None:
     """Raises an error of the library for dynamic rows of each leaf: to trace is cheap, and this asks for the most."""
     numbers = {name: np.array([0, shape[0] - 1][: shape[0]]) for name, (shape, _) in case.leaves.items() if shape}
@@ -285,9 +297,9 @@ def judge(case: Case, begin_ours: Callable[[], None] = lambda: None) -> None:
 
     compile_as(users=case.how == "as users", optimized=case.how == "as users")
     mine = of(ours) if case.how == "eager" else jax.jit(of(ours))
-    inputs = case.inputs(0)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), on_mesh(case.mesh):
         warnings.simplefilter("ignore")
+        inputs = case.inputs(0)
         try:
             traced = jax.jit(of(oracle)).trace(*inputs)
             text = str(traced.jaxpr)
@@ -316,6 +328,12 @@ def judge(case: Case, begin_ours: Callable[[], None] = lambda: None) -> None:
         moved = functools.partial(fz.offload, frozen=case.frozen(*inputs[0]), min_bytes=0)
         place = moved if case.way == "from the host" else lambda params: params
         got = answered(run, mine, inputs[0], place(inputs[1]), inputs[2])
+        if (
+            case.mesh
+            and case.how != "eager"
+            and (both := [specs(x) for x in (mine.trace(*inputs), traced)])[0] != both[1]
+        ):
+            raise WrongError("shardings", f"{both[0]}, and not {both[1]}")
         if len(got) != len(expected):
             raise WrongError("structure", f"{len(got)} results, and not {len(expected)}")
         found = difference(got, expected, near, eps)
@@ -333,7 +351,7 @@ def judge(case: Case, begin_ours: Callable[[], None] = lambda: None) -> None:
             run(mine, numbers, place(params), batch)
             if mine._cache_size() != 1:
                 raise WrongError("compilations", f"{mine._cache_size()} for two inputs")
-        if case.how == "as users" and case.way == "grad":
+        if case.how == "as users" and case.way == "grad" and not case.mesh:
             compare_costs(case, text, mine, jax.jit(jax.grad(case.loss)), inputs)
 
 

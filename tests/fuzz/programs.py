@@ -4,6 +4,7 @@ A row reads values that were written before it, picks its parameters by `choose(
 if JAX refuses what it wrote. So a program shrinks as its choices do, and is printed as the Python that is run.
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +16,10 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from optax_freeze._spec.sharding import eval_types
 
 WAYS = (
     *("grad", "restrict", "value_and_grad", "restrict", "train_step", "restrict", "freeze_loss"),
@@ -55,8 +59,25 @@ def log(name, value):
     LOGS[name].append(float(value))
 
 
-def mesh():
-    return jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+MESHES = {
+    "automatic": (AxisType.Auto, AxisType.Auto),
+    "explicit": (AxisType.Explicit, AxisType.Explicit),
+    "mixed": (AxisType.Explicit, AxisType.Auto),
+}
+if jax.__version_info__ < (0, 9):  # explicit axes changed much
+    MESHES.clear()
+
+
+def mesh(kind=None):
+    """Two devices; or those over which the parameters of a case are placed, with the axes of this kind."""
+    if kind is None:
+        return jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    return jax.make_mesh((2, 2), ("d", "m"), axis_types=MESHES[kind])
+
+
+def on_mesh(kind):
+    """The context of a case."""
+    return jax.set_mesh(mesh(kind)) if kind else contextlib.nullcontext()
 
 
 NAMESPACE = {
@@ -95,7 +116,9 @@ class Body:
         self.unread: list[str] = []
         self.counter = [0]
         self.rows: list[str] = []
-        self.table: list[str] = [*ROWS, *OFTEN]
+        self.table: list[str] = [name for name in (*ROWS, *OFTEN) if name not in OF_MESHES[:2]]
+        self.axes: dict[str, bool] = {}
+        """The axes of the mesh on which the parameters are, and whether they are explicit."""
         self.follow = 2
         """One operation less often than once in so many reads what was not written last."""
 
@@ -119,6 +142,10 @@ class Body:
         leaves = [name for name in found if name[0] == "p"]
         return self.one(last if last and self.choose(self.follow) else [*leaves * 3, *found])
 
+    def spec(self, shape: Sequence[int]) -> str:
+        """A placement over explicit axes of the mesh."""
+        return said(placement(self.choose, shape, [name for name, is_explicit in self.axes.items() if is_explicit]))
+
     def array(self, least: int = 1, test: Callable[[Any], bool] = is_float) -> tuple[str, tuple[int, ...]]:
         """A value with axes, and its shape."""
         name = self.pick(lambda x: test(x) and len(x.shape) >= least)
@@ -138,7 +165,7 @@ class Body:
             exec(text, space)
             return eval(expression, space)
 
-        return jax.eval_shape(run, self.inputs, [self.values[name] for name in names])
+        return eval_types(run, self.inputs, [self.values[name] for name in names])
 
     def write(self, expression: str, lines: Any = ()) -> None:
         """Adds the line that assigns the results of an expression, after the lines of the functions that it calls."""
@@ -163,6 +190,7 @@ class Body:
         values = {**self.values, **arguments} if closed else arguments
         body = Body(self.choose, values, self.inputs, self.depth + 1)
         body.counter, body.rows, body.table, body.follow = self.counter, self.rows, self.table, self.follow
+        body.axes = self.axes
         body.unread = [name for name, aval in arguments.items() if is_float(aval)]
         body.some_rows(1, 2)
         return body
@@ -180,7 +208,7 @@ class Body:
         """Some rows of few kinds, so that they meet, often of those of one theme; more of them without functions."""
         drawn = [self.one(self.table) for _ in range(self.number(1, 3))]
         theme = self.one([(), *THEMES])
-        self.table = [*theme * 3, *drawn]
+        self.table = [*theme * 3, *drawn, *(OF_MESHES if self.axes else ())]
         self.follow = self.one((2, 5))
         self.some_rows(1, 8 if theme and COMPOSED.isdisjoint(self.table) else 4)
 
@@ -197,11 +225,13 @@ class Body:
 
     def returning(self, aval: Any) -> str:
         """An expression of this type that depends on what was written last."""
-        found = [n for n in self.unread if (v := self.values[n]).shape == aval.shape and v.dtype == aval.dtype]
+        known = lambda x: (x.shape, x.dtype, spec_of(x))  # noqa: E731
+        found = [n for n in self.unread if known(self.values[n]) == known(aval)]
         if found:
             return found[-1]
         last = (self.unread or [self.pick()])[-1]
-        return f"like({aval.shape}, jnp.{aval.dtype}, {last})"
+        text = f"like({aval.shape}, jnp.{aval.dtype}, {last})"
+        return f"jax.sharding.reshard({text}, {said(spec_of(aval))})" if any(spec_of(aval)) else text
 
     def function(self, name: str, arguments: str, result: str) -> list[str]:
         """The lines of a function with this body."""
@@ -225,6 +255,8 @@ THEMES = [
     ("scanned", "counted_loop", "branches", "checkpointed", "mapped", "custom_jvp", "custom_vjp", "unary"),
 ]
 """Rows whose operations the same rules have to understand together."""
+OF_MESHES = ("laid_out", "automatic", "placed")
+"""The rows that are drawn more often on a mesh, and nowhere else except the last one."""
 COMPOSED: set[str] = set()
 """The rows that write functions."""
 
@@ -278,6 +310,26 @@ def alternatives(text: str) -> list[str]:
     return [re.sub(r"\bB\b", "{b}", re.sub(r"\bA\b", "{a}", e)).strip() for e in text.split(" ; ") if e.strip()]
 
 
+def spec_of(x: Any) -> P:
+    """Along which axes of the mesh a type says that an array is divided."""
+    return getattr(jax.typeof(x).sharding, "spec", P())
+
+
+def said(spec: P) -> str:
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def placement(choose: Callable[[int], int], shape: Sequence[int], names: Sequence[str]) -> P:
+    """Any placement of an array: along each axis over none, one or several of these axes of a mesh, each of size 2."""
+    left, chosen = list(names), []
+    for size in shape:
+        fits = [some for some in (*((name,) for name in left), tuple(left)) if size % 2 ** len(some) == 0]
+        some = (*[()] * (1 + len(left)), *fits)[choose(1 + len(left) + len(fits))]
+        left = [name for name in left if name not in some]
+        chosen.append(some if len(some) > 1 else next(iter(some), None))
+    return P(*chosen)
+
+
 def axis_of(b: Body, shape: tuple[int, ...]) -> int:
     return b.one([0, *range(len(shape))])
 
@@ -288,7 +340,7 @@ def at(shape: Any, axis: int, value: Any) -> tuple[Any, ...]:
 
 def indices(b: Body, size: int, count: int, integers: Sequence[str] = INTEGERS) -> str:
     """Row numbers of any integer type, some out of range: constants, or values of the program."""
-    dtype = b.one(integers)
+    dtype = b.one(["int32", "uint32"] if b.axes else integers)  # XLA divides no lookup by others over a mesh
     low = -size if dtype[0] == "i" else 0
     if b.chance(3):
         source = b.one(['x["i"]', *(n for n, v in b.values.items() if n[0] == "v" and is_integer(v) and v.ndim == 1)])
@@ -681,7 +733,7 @@ def called_back(b: Body) -> None:
 @row
 def on_devices(b: Body) -> None:
     """Each of two devices has a part of the rows of one value, and another value as a whole."""
-    if b.depth:
+    if b.depth or b.axes:
         raise NoValueError
     v, shape = b.array(test=lambda x: x.dtype == jnp.float32 and x.shape and x.shape[0] % 2 == 0)
     w, whole = b.array(test=lambda x: x.dtype == jnp.float32)
@@ -706,13 +758,54 @@ def on_devices(b: Body) -> None:
 
 @row
 def placed(b: Body) -> None:
+    """On two devices; or on the mesh of the case, over some of its axes."""
     v, shape = b.array()
-    spec = b.one(["P()", *(f"P({'None, ' * i}'d')" for i, n in enumerate(shape) if n % 2 == 0)])
-    b.write(f"lax.with_sharding_constraint({v}, jax.NamedSharding(mesh(), {spec}))")
+    if not b.axes:
+        where = b.one(["P()", *(f"P({'None, ' * i}'d')" for i, n in enumerate(shape) if n % 2 == 0)])
+        b.write(f"lax.with_sharding_constraint({v}, jax.NamedSharding(mesh(), {where}))")
+    elif any(b.axes.values()) and b.choose(3):
+        b.write(f"jax.sharding.reshard({v}, {b.spec(shape)})")
+    else:
+        automatic = [name for name, is_explicit in b.axes.items() if not is_explicit]
+        b.write(f"lax.with_sharding_constraint({v}, {said(placement(b.choose, shape, automatic))})")
+
+
+@row
+def laid_out(b: Body) -> None:
+    """Operations whose result is laid out as they say, on a mesh with explicit axes."""
+    v, shape = b.array()
+    axis, w = axis_of(b, shape), b.pick(lambda x: is_float(x) and x.shape and x.shape[0] == shape[-1])
+    i, right = indices(b, shape[axis], 4, ("int32",)), b.values[w].shape
+    looked_up, product = at(shape, axis, 4), (*shape[:-1], *right[1:])
+    b.write(
+        b.one([
+            f"{v}.at[{':, ' * axis}{i}].get(out_sharding={b.spec(looked_up)})",
+            f"jnp.tensordot({v}, {w}, 1, out_sharding={b.spec(product)}) * 0.4",
+            f"jnp.broadcast_to({v}, {(2, *shape)}, out_sharding={b.spec((2, *shape))})",
+            f"jnp.reshape({v}, {(*shape, 1)}, out_sharding={b.spec((*shape, 1))})",
+        ])
+    )  # fmt: skip
 
 
 def row_type(aval: Any, axis: int = 0) -> Any:
-    return jax.ShapeDtypeStruct((*aval.shape[:axis], *aval.shape[axis + 1 :]), aval.dtype)
+    sharding = aval.sharding
+    if isinstance(sharding, NamedSharding):
+        names = spec_of(aval)
+        sharding = NamedSharding(sharding.mesh, P(*names[:axis], *names[axis + 1 :]))
+    return jax.ShapeDtypeStruct((*aval.shape[:axis], *aval.shape[axis + 1 :]), aval.dtype, sharding=sharding)
+
+
+@composed
+def automatic(b: Body) -> None:
+    """A function inside of which the explicit axes of the mesh are automatic."""
+    v = b.pick()
+    c, name = b.name("c"), b.name("f")
+    body = b.inner({c: b.values[v]}, closed=False)
+    result = body.results().split(", ")[0]
+    where = b.spec(body.values[result].shape)
+    axes = tuple(name for name, is_explicit in b.axes.items() if is_explicit)
+    lines = body.function(name, c, result)
+    b.write(f"jax.sharding.auto_axes({name}, axes={axes}, out_sharding={where})({v})", lines)
 
 
 @composed
@@ -915,13 +1008,22 @@ class Drawn:
                 shape = shapes[choose(len(shapes))]
                 leaves[name] = shape, DTYPES[choose(len(DTYPES))]
         params = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in leaves.items()}
-        values = {f'p["{name}"]': leaf for name, leaf in params.items()} | {f'x["{n}"]': v for n, v in BATCH.items()}
-        body = Body(choose, values, {"p": params, "x": BATCH})
-        body.unread = [f'p["{name}"]' for name, leaf in params.items() if is_float(leaf)]
-        for name in rows or ():
-            body.apply(name)
-        if rows is None:
-            body.program()
+        self.mesh, batch = [*[None] * 6, *MESHES][0 if rows else choose(6 + len(MESHES))], BATCH
+        self.places: dict[str, P] = {}
+        with on_mesh(self.mesh):
+            if self.mesh:
+                self.places = {n: placement(choose, x.shape, ("d", "m")) for n, x in {**params, **batch}.items()}
+                placed = lambda n, x: x.update(sharding=NamedSharding(mesh(self.mesh), self.places[n]))  # noqa: E731
+                params, batch = ({n: placed(n, x) for n, x in tree.items()} for tree in (params, batch))
+            values = {f'{tree}["{n}"]': x for tree, each in (("p", params), ("x", batch)) for n, x in each.items()}
+            body = Body(choose, values, {"p": params, "x": batch})
+            if self.mesh:
+                body.axes = {n: kind is AxisType.Explicit for n, kind in zip("dm", MESHES[self.mesh], strict=True)}
+            body.unread = [f'p["{name}"]' for name, leaf in params.items() if is_float(leaf)]
+            for name in rows or ():
+                body.apply(name)
+            if rows is None:
+                body.program()
         self.rows, self.leaves = body.rows, leaves
         self.loss = "\n".join(body.function("loss", "p, x", f"{body.one(['total', 'curved'])}({body.results()})"))
         way, how = body.one(WAYS), body.one(HOW)
@@ -935,8 +1037,12 @@ class Drawn:
         odd = body.one([*[None] * 30, 0.0, "np.nan", "np.inf", 1e38])
         self.case = (
             f"Case(\n    loss,\n    {leaves},\n    lambda{names and ' ' + names}: {{{chosen}}},\n"
-            f"    {tuple(self.numbers)},\n    way={way!r},\n    how={how!r},\n    odd={odd},\n)"
+            f"    {tuple(self.numbers)},\n    way={way!r},\n    how={how!r},\n    odd={odd},\n"
         )
+        if self.mesh:
+            places = ", ".join(f"{n!r}: {said(where)}" for n, where in self.places.items())
+            self.case += f"    mesh={self.mesh!r},\n    places={{{places}}},\n"
+        self.case += ")"
 
     def frozen(self, b: Body, way: str, shape: tuple[int, ...]) -> str:
         """What is frozen of one leaf."""

@@ -62,4 +62,14 @@ def test_gradients_of_rows(loss, rows):
 
     for gradient in (fz.grad(loss, frozen), restricted):
         exported = export.export(jax.jit(lambda p, t, f=gradient: jax.tree.leaves(f(p, t))))(*shapes)
-        assert_equal_up_to_rounding(exported.call(PARAMS, TOKENS), jax.tree.leaves(expected))
+        assert_equal_up_to_rounding(exported.call(PARAMS, TOKENS), jax.tree.leaves(expected), roundings=256)
+
+
+def test_what_is_computed_once_needs_numbers():
+    loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["embed"].T) @ p["embed"])  # noqa: E731
+    once = fz.precompute(lambda p, x: loss(p, x) * p["bias"].sum(), fz.all_except("bias"))
+    shapes = jax.eval_shape(lambda: PARAMS), jax.ShapeDtypeStruct((*export.symbolic_shape("batch"), 16), jnp.float32)
+    with pytest.raises(ValueError, match=r"shape \(batch, 16\)") as error:
+        export.export(jax.jit(once.before))(*shapes)
+    fix = eval(str(error.value).partition("by itself: ")[2])
+    assert jax.jit(once.before).lower(shapes[0], fix).out_info
