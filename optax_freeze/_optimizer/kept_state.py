@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import optax
 
-from optax_freeze._errors import value_error
+from optax_freeze._errors import value_error, with_article
 from optax_freeze._optimizer.init_with import Init, eval_init
 from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._spec.indexing import gather, write
@@ -50,7 +50,7 @@ class KeptState:
         is_refused = lambda node: isinstance(node, _OF_SEVERAL_STEPS) or hasattr(node, "current_plan")  # noqa: E731
         nodes = filter(is_refused, jax.tree.leaves(state, is_leaf=is_refused))
         if found := [type(node).__name__ for node in nodes]:
-            _refuse(plan, plan.kept[0], f"a {found[0]} in its state")
+            _refuse(plan, plan.kept[0], f"{with_article(found[0])} in its state")
         self.rows_of(plan)
 
     def rows_of(self, plan: Plan) -> list[RowsOf | None]:

@@ -242,9 +242,9 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False, keep_state: bo
         are in the optimizer state, where :func:`optax_freeze.replace_masks` replaces them.
       axis: the axis along which rows are counted; negative numbers count from the last.
       allow_empty: whether an open slice (``slice(n, None)``) may select no rows, as in a sweep over ``n``.
-      keep_state: for the rows of a batch, ``~fz.rows(array, keep_state=True)``: the optimizer state is that of the whole
-        leaf, and each step reads and writes the state of the rows that train now. Their numbers may be given again or
-        be out of range, and only gradients and updates look at them: everywhere else the whole leaf trains.
+      keep_state: for the rows of a batch, ``~fz.rows(array, keep_state=True)``: the optimizer state is that of the
+        whole leaf, and each step reads and writes the state of the rows that train now. Their numbers may be given
+        again or be out of range, and only gradients and updates look at them: everywhere else the whole leaf trains.
 
     Returns:
       An element mask, for a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other rows. A
@@ -252,9 +252,10 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False, keep_state: bo
 
     Raises:
       TypeError: if ``index`` or ``axis`` has another type, or ``index`` is a traced array of bools.
-      ValueError: if a row is named twice, or static rows shall keep their state; when resolved, if a row or the axis is out of range, if there are more or
-        fewer bools than rows, or if an open slice selects no row: ``~fz.rows(slice(4, None))`` would freeze all of 4
-        rows. Traced numbers are not checked; one that is out of range, or given again, selects no row.
+      ValueError: if a row is named twice, or static rows shall keep their state; when resolved, if a row or the axis is
+        out of range, if there are more or fewer bools than rows, if rows that keep their state are not those that
+        train, or if an open slice selects no row: ``~fz.rows(slice(4, None))`` would freeze all of 4 rows. Traced
+        numbers are not checked; one that is out of range, or given again, selects no row.
 
     Example:
       >>> import optax_freeze as fz

@@ -37,7 +37,7 @@ class Selection:
 
     @property
     def in_state(self) -> "Selection":
-        """What an optimizer state holds, and what trains in a whole run: of rows that keep their state the whole leaf."""
+        """What an optimizer state holds and a run trains: of rows that keep their state the whole leaf."""
         return TRAINABLE if self.keep_state else self
 
     def with_array(self, array: Any, of_state: bool = False) -> "Selection":

@@ -1,0 +1,91 @@
+"""The rows that train now, of leaves whose rows keep their state: put into a state, and found in a batch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
+from optax_freeze._optimizer.freeze import FreezeState
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.row_numbers import rows_named
+from optax_freeze._spec.selector_algebra import as_selector, first_match
+from optax_freeze._spec.sharding import copy_like
+from optax_freeze._spec.source import mark_replaced
+from optax_freeze._spec.tree import PyTree
+from optax_freeze._state.own_states import map_states
+
+
+def with_rows(state: PyTree, numbers: Mapping[str, Any]) -> PyTree:
+    """A state in which these rows train, by the paths of their leaves; nothing else changes."""
+
+    def visit(node: FreezeState) -> FreezeState:
+        kept = {i: node.plan.leaves[i].path for i in node.plan.kept}
+        masks, treedef = _tree.flatten(node.masks)
+        for i, path in kept.items():
+            if path in numbers:
+                old, masks[i] = masks[i], copy_like(numbers[path], masks[i])
+                mark_replaced(masks[i], old, is_new=True)
+        return node._replace(masks=treedef.unflatten(masks))
+
+    return map_states(lambda node: visit(node) if node.plan.kept else node, state, FreezeState)
+
+
+def refuse_no_functions(rows: Mapping[Any, Callable[..., Any]] | None) -> None:
+    """A ``TypeError`` unless these are functions of a batch by patterns."""
+    call = "fz.train_step(loss, tx, rows={pattern: fn})"
+    if rows is None:
+        return
+    fix = 'rows={"embed": lambda ids, targets: ids}'
+    refuse_no_mapping("rows", rows, "{pattern: function of the batch}", at=call, fix=fix)
+    for key, fn in rows.items():
+        if not callable(fn):
+            what, got = "`rows` takes functions of the batch", described(fn)
+            raise type_error(what, at=str(key), got=got, expected="fn(*batch) -> integer ids", fix=fix)
+
+
+def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: Any, **kwargs: Any) -> PyTree:
+    """A state in which the rows train that functions find in a batch."""
+    leaves, selections = [], []
+
+    def visit(node: FreezeState) -> FreezeState:
+        leaves.extend(node.plan.leaves[i] for i in node.plan.kept)
+        selections.extend(node.plan.selections[i] for i in node.plan.kept)
+        return node
+
+    map_states(visit, state, FreezeState)
+    keys, numbers = [*rows], {}
+    ids = [_ids(key, fn(*args, **kwargs)) for key, fn in rows.items()]
+    matches = first_match([as_selector(key, "rows") for key in keys], leaves) if leaves else []
+    for n, leaf, selection in zip(matches, leaves, selections, strict=True):
+        if n is None:
+            continue
+        needed = min(ids[n].size, selection.size)
+        if needed > selection.count:
+            raise value_error(
+                "a batch may name more rows than the spec has",
+                at=leaf.path,
+                got=f"{selection.count} rows in the spec, and up to {needed} in this batch",
+                expected=f"at least {needed}: no row of a batch is left out",
+                fix=f"~fz.rows(jnp.arange({needed}), keep_state=True)",
+            )
+        numbers[leaf.path] = rows_named(ids[n].ravel(), selection.size, selection.count)
+    for n, key in enumerate(keys):
+        if n not in matches:
+            raise value_error(
+                "`rows` names no leaf whose rows keep their state",
+                at=str(key),
+                got=f"{key!r}",
+                expected=f"a pattern of one of {[leaf.path for leaf in leaves]}" if leaves else "a spec with such rows",
+                fix="put ~fz.rows(jnp.arange(k), keep_state=True) into the spec, or correct the pattern",
+            )
+    return with_rows(state, numbers)
+
+
+def _ids(key: Any, ids: Any) -> jax.Array:
+    if jnp.issubdtype(jnp.result_type(ids), jnp.integer):
+        return jnp.asarray(ids)
+    what = "the rows of a batch are not integers"
+    fix = "return the ids that the loss looks up: lambda ids, targets: ids"
+    raise type_error(what, at=str(key), got=described(ids), expected="integer ids, of any shape", fix=fix)
