@@ -19,7 +19,7 @@ from optax_freeze._spec.selection import shape_of_part
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import PyTree
 
-_OF_SEVERAL_STEPS = (
+OF_SEVERAL_STEPS = (
     optax.MultiStepsState,
     optax.ApplyEvery,
     optax.LookaheadState,
@@ -47,10 +47,10 @@ class KeptState:
 
     def refuse_what_does_not_fit(self, plan: Plan, state: PyTree) -> None:
         """A ``ValueError`` for an optimizer that cannot train other rows in each step."""
-        is_refused = lambda node: isinstance(node, _OF_SEVERAL_STEPS) or hasattr(node, "current_plan")  # noqa: E731
+        is_refused = lambda node: isinstance(node, OF_SEVERAL_STEPS) or hasattr(node, "current_plan")  # noqa: E731
         nodes = filter(is_refused, jax.tree.leaves(state, is_leaf=is_refused))
         if found := [type(node).__name__ for node in nodes]:
-            _refuse(plan, plan.kept[0], f"{with_article(found[0])} in its state")
+            refuse_optimizer(plan, plan.kept[0], f"{with_article(found[0])} in its state")
         self.rows_of(plan)
 
     def rows_of(self, plan: Plan) -> list[RowsOf | None]:
@@ -67,14 +67,16 @@ class KeptState:
             count += count == size
             others = self._shapes(plan, {i: count})
             if len(others) != len(whole):
-                _refuse(plan, i, "another number of arrays for some rows of a leaf than for all")
+                refuse_optimizer(plan, i, "another number of arrays for some rows of a leaf than for all")
             for n, (array, other) in enumerate(zip(whole, others, strict=True)):
                 if array.shape == other.shape:
                     continue
                 pairs = [*zip(array.shape, other.shape, strict=False)]
                 axes = [axis for axis, (a, b) in enumerate(pairs) if a != b]
                 if array.ndim != other.ndim or len(axes) != 1 or pairs[axes[0]] != (size, count) or found[n]:
-                    _refuse(plan, i, f"an array of shape {array.shape}, and of shape {other.shape} for {count} rows")
+                    refuse_optimizer(
+                        plan, i, f"an array of shape {array.shape}, and of shape {other.shape} for {count} rows"
+                    )
                 found[n] = RowsOf(i, axes[0])
         self._known.append((static, found))
         return found
@@ -126,7 +128,7 @@ def _shape(plan: Plan, i: int, count: int | None) -> tuple[int, ...]:
     return shape if index is None else shape_of_part(index, shape)
 
 
-def _refuse(plan: Plan, i: int, got: str) -> NoReturn:
+def refuse_optimizer(plan: Plan, i: int, got: str) -> NoReturn:
     raise value_error(
         "keep_state: this optimizer cannot train other rows in each step",
         at=plan.leaves[i].path,

@@ -6,15 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
+from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error, with_article
 from optax_freeze._optimizer.freeze import FreezeState
+from optax_freeze._optimizer.kept_state import OF_SEVERAL_STEPS, refuse_optimizer
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.row_numbers import rows_named
 from optax_freeze._spec.selector_algebra import as_selector, first_match
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.source import mark_replaced
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._state.own_states import map_states
+from optax_freeze._state.own_states import map_states, states_in
 
 
 def with_rows(state: PyTree, numbers: Mapping[str, Any]) -> PyTree:
@@ -47,14 +48,13 @@ def refuse_no_functions(rows: Mapping[Any, Callable[..., Any]] | None) -> None:
 
 def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: Any, **kwargs: Any) -> PyTree:
     """A state in which the rows train that functions find in a batch."""
-    leaves, selections = [], []
-
-    def visit(node: FreezeState) -> FreezeState:
-        leaves.extend(node.plan.leaves[i] for i in node.plan.kept)
-        selections.extend(node.plan.selections[i] for i in node.plan.kept)
-        return node
-
-    map_states(visit, state, FreezeState)
+    for around in states_in(state, OF_SEVERAL_STEPS):
+        for inside in states_in(around, FreezeState):
+            if inside.plan.kept:
+                refuse_optimizer(inside.plan, inside.plan.kept[0], f"{with_article(type(around).__name__)} around it")
+    plans = [node.plan for node in states_in(state, FreezeState)]
+    leaves = [plan.leaves[i] for plan in plans for i in plan.kept]
+    selections = [plan.selections[i] for plan in plans for i in plan.kept]
     keys, numbers = [*rows], {}
     ids = [_ids(key, fn(*args, **kwargs)) for key, fn in rows.items()]
     matches = first_match([as_selector(key, "rows") for key in keys], leaves) if leaves else []
