@@ -75,7 +75,7 @@ class KeptState:
                 axes = [axis for axis, (a, b) in enumerate(pairs) if a != b]
                 if array.ndim != other.ndim or len(axes) != 1 or pairs[axes[0]] != (size, count) or found[n]:
                     refuse_optimizer(
-                        plan, i, f"an array of shape {array.shape}, and of shape {other.shape} for {count} rows"
+                        plan, i, f"an array of shape {array.shape}, and of shape {other.shape} for a batch of {count}"
                     )
                 found[n] = RowsOf(i, axes[0])
         self._known.append((static, found))
@@ -134,5 +134,5 @@ def refuse_optimizer(plan: Plan, i: int, got: str) -> NoReturn:
         at=plan.leaves[i].path,
         got=got,
         expected="a state that has an array with these rows, or arrays that all rows share",
-        fix="fz.rows(array) without keep_state, where rows begin anew; or another optimizer, such as optax.adam",
+        fix="optax.adam(1e-3) or another optimizer; or ~fz.rows(array) without keep_state, where new rows begin anew",
     )

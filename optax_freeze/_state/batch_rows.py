@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error, with_article
+from optax_freeze._errors import described, is_array, is_int, refuse_no_mapping, type_error, value_error, with_article
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.kept_state import OF_SEVERAL_STEPS, refuse_optimizer
 from optax_freeze._spec import tree as _tree
@@ -53,12 +53,13 @@ def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: A
             if inside.plan.kept:
                 refuse_optimizer(inside.plan, inside.plan.kept[0], f"{with_article(type(around).__name__)} around it")
     plans = [node.plan for node in states_in(state, FreezeState)]
-    leaves = [plan.leaves[i] for plan in plans for i in plan.kept]
-    selections = [plan.selections[i] for plan in plans for i in plan.kept]
+    leaves = [pair for plan in plans for pair in zip(plan.leaves, plan.selections, strict=True)]
+    kept = [i for i, (_, selection) in enumerate(leaves) if selection.keep_state]
     keys, numbers = [*rows], {}
     ids = [_ids(key, fn(*args, **kwargs)) for key, fn in rows.items()]
-    matches = first_match([as_selector(key, "rows") for key in keys], leaves) if leaves else []
-    for n, leaf, selection in zip(matches, leaves, selections, strict=True):
+    matches = first_match([as_selector(key, "rows") for key in keys], [leaf for leaf, _ in leaves]) if kept else []
+    for i in kept:
+        n, (leaf, selection) = matches[i], leaves[i]
         if n is None:
             continue
         needed = min(ids[n].size, selection.size)
@@ -66,26 +67,28 @@ def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: A
             raise value_error(
                 "a batch may name more rows than the spec has",
                 at=leaf.path,
-                got=f"{selection.count} rows in the spec, and up to {needed} in this batch",
+                got=f"up to {needed} rows in this batch, and {selection.count} in the spec",
                 expected=f"at least {needed}: no row of a batch is left out",
                 fix=f"~fz.rows(jnp.arange({needed}), keep_state=True)",
             )
         numbers[leaf.path] = rows_named(ids[n].ravel(), selection.size, selection.count)
     for n, key in enumerate(keys):
-        if n not in matches:
+        if n not in [matches[i] for i in kept]:
             raise value_error(
                 "`rows` names no leaf whose rows keep their state",
                 at=str(key),
                 got=f"{key!r}",
-                expected=f"a pattern of one of {[leaf.path for leaf in leaves]}" if leaves else "a spec with such rows",
+                expected=f"a pattern of one of {[leaves[i][0].path for i in kept]}"
+                if kept
+                else "a spec with such rows",
                 fix="put ~fz.rows(jnp.arange(k), keep_state=True) into the spec, or correct the pattern",
             )
     return with_rows(state, numbers)
 
 
 def _ids(key: Any, ids: Any) -> jax.Array:
-    if jnp.issubdtype(jnp.result_type(ids), jnp.integer):
+    if is_int(ids) or (is_array(ids) and jnp.issubdtype(ids.dtype, jnp.integer)):
         return jnp.asarray(ids)
     what = "the rows of a batch are not integers"
     fix = "return the ids that the loss looks up: lambda ids, targets: ids"
-    raise type_error(what, at=str(key), got=described(ids), expected="integer ids, of any shape", fix=fix)
+    raise type_error(what, at=str(key), got=described(ids), expected="one array of integer ids, of any shape", fix=fix)
