@@ -125,6 +125,7 @@ SIZES = {
     "finetune_digits": "draws",
     "teach_magika": "steps",
     "new_token_rows": "steps",
+    "recommender": "steps",
     "grades": "steps",
     "gan_alternating": "turns",
 }
@@ -212,6 +213,22 @@ def test_many_heads(run, drawn, tmp_path):
     assert together[3] < 0.5 * separate[3]  # LoRA: memory of one base
     accuracy, *_ = drawn.pop().axes
     assert len(accuracy.lines[0].get_xdata()) == 16
+
+
+@pytest.mark.usefixtures("as_users_compile")
+def test_recommender(run, drawn, tmp_path):
+    sizes = "--users", 20_000, "--items", 500, "--batch", 128, "--steps", 60
+    output = run("recommender", *sizes, "--picture", tmp_path / "recommender.png")
+    dense, rows, dense_adagrad, rows_adagrad = (
+        numbers(output, f"{name}, {way}")
+        for name in ("Adam", "row-wise Adagrad")
+        for way in ("dense", "rows of the batch")
+    )
+    assert rows[1] < dense[1] / 5
+    assert rows[2] < dense[2] / 5
+    assert rows_adagrad[3] == dense_adagrad[3]
+    assert "no bit of the other rows changed" in output
+    assert len(drawn.pop().axes[0].lines) == 4
 
 
 def test_new_token_rows(run):

@@ -69,7 +69,7 @@ def audit(
     other = params if is_optimizer(params) else frozen
     tx = as_transformation(tx, "fz.audit(params, frozen, tx)", other=other)
     steps = whole_number("steps", steps, least=1, fix="steps=3")
-    plan = make_plan(params, frozen)
+    plan = make_plan(params, frozen).in_state
     values, treedef = _tree.flatten(params)
     for value, leaf in zip(values, plan.leaves, strict=True):
         if isinstance(value, Part):

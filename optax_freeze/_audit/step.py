@@ -80,7 +80,7 @@ class Step:
         positions = {id(leaf): position for position, leaf in enumerate(self.start) if is_array(leaf)}
         values = _tree.flatten(tree)[0]
         self.bits = self._other_frozen_leaves(tree, params, frozen)
-        self.plan: Plan = make_plan(tree, frozen)
+        self.plan: Plan = make_plan(tree, frozen).in_state
         self.plan.refuse_all_frozen("there is nothing to audit", frozen)
         warn_of_no_proof(self.plan, tree, frozen, stacklevel=3)
         self.params: dict[int, int] = {}

@@ -4,6 +4,7 @@ It also reports how operations read leaves in host memory.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,8 @@ class LeafExplanation(Explanation):
         leaf to the device, and for a leaf on the device, those that read it.
       rows: the number of rows, and ``trainable_rows`` of those that train; None for a leaf in ``Explanation.host``.
       on_host: whether the leaf is in host memory.
+      whole: for rows that keep their state, the operations of the gradient that read all rows, where a lookup reads
+        those of the batch. Through these operations other rows get no gradient.
     """
 
     path: str
@@ -85,6 +88,7 @@ class LeafExplanation(Explanation):
     rows: int | None = None
     trainable_rows: int | None = None
     on_host: bool = False
+    whole: tuple[Operation, ...] = ()
 
     @property
     def merged(self) -> Operation | None:
@@ -97,7 +101,8 @@ class LeafExplanation(Explanation):
         if self.rows is not None:
             how = f"everything is computed by {self.merged}" if self.merged else "only their gradient is computed"
             costly = [f"  rows: {operation}" for operation in self.by_rows if not operation.is_cheap]
-            return [f"{path}: {self.trainable_rows} of {self.rows} rows train; {how}", *costly]
+            whole = [f"  whole: {operation}; other rows that it reads get no gradient" for operation in self.whole]
+            return [f"{path}: {self.trainable_rows} of {self.rows} rows train; {how}", *costly, *whole]
         if not self.on_host:
             return [f"{path}: stays on the device, where it is looked up by {self.everything[0]}"]
         how = " and ".join(["by rows"] * bool(self.by_rows) + ["whole"] * bool(self.everything))
@@ -152,7 +157,8 @@ def explain(
       that is frozen by rows, ``host`` one for each leaf in host memory, and for each frozen leaf on the device that is
       only looked up. An entry has the ``path`` and two tuples of operations (``name`` and ``source`` line):
       ``by_rows``, of which only some rows are computed or copied, and ``everything``, which compute or copy the whole
-      leaf. Entries of ``rows`` also have the numbers ``rows`` and ``trainable_rows``.
+      leaf. Entries of ``rows`` also have the numbers ``rows`` and ``trainable_rows``, and ``whole``, the operations
+      that read all rows of a leaf whose rows keep their state.
 
     Raises:
       TypeError: if ``fun`` is not a function, or does not return a pair although ``has_aux`` says so.
@@ -214,14 +220,16 @@ def explain(
             tuple(LeafExplanation(paths[i], (), python, on_host=True) for i in sorted(on_host)),
         )
     grads, of_gradient, of_reads = dict(zip(trains, program.outputs, strict=False)), [], []
+    inputs = [n for n, here in zip(of_leaf, abstract, strict=False) if here]
     for i, selection in in_rows.items():
         log = _log(program, [(grads[i], region_of(selection, i))], on_host=())
         rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
         everything = _operations(eqn for eqn, extent in log if extent == "everything")
-        of_gradient.append(LeafExplanation(paths[i], rows, everything, selection.size, selection.count))
+        whole = _operations(_reading_all(program, inputs.index(i))) if selection.keep_state else ()
+        of_rows = LeafExplanation(paths[i], rows, everything, selection.size, selection.count, whole=whole)
+        of_gradient.append(of_rows)
     if not on_host:
         return GradientExplanation(tuple(of_gradient))
-    inputs = [n for n, here in zip(of_leaf, abstract, strict=False) if here]
     frozen = [n for n, i in enumerate(inputs) if i in on_host or selections[i] is FROZEN]
     regions = [region_of_leaf(selections[i], values[i], i) for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
@@ -255,6 +263,28 @@ def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> l
     log: list[tuple[Equation, Any]] = []
     schedule(program._replace(on_host=on_host), [(*each, ALWAYS) for each in wanted], log)
     return log
+
+
+def _reading_all(program: "Program", number: int) -> list["Equation"]:
+    """The products and reductions of an array, which read all of it, also of what elementwise operations make of it.
+
+    What lookups, loops and operations without a rule read is not known, and they are left out.
+    """
+    from optax_freeze._program.operations import Cost, rule_of
+
+    whole, found = {number}, []
+    for eqn in program.eqns:
+        if not eqn.reads & whole:
+            continue
+        cost = rule_of(eqn).cost
+        if cost in (Cost.PRODUCT, Cost.REDUCTION):
+            found.append(eqn)
+        elif cost is Cost.BARRIER:
+            whole.update(out for value, out in zip(eqn.inputs, eqn.outputs, strict=True) if value in whole)
+        elif cost in (Cost.COPY, Cost.MOVE, Cost.ELEMENTWISE):
+            size = math.prod(program.avals[number].shape)
+            whole.update(n for n in eqn.outputs if math.prod(program.avals[n].shape) >= size)
+    return found
 
 
 def _operations(eqns: Iterable["Equation"]) -> tuple[Operation, ...]:

@@ -46,7 +46,7 @@ def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
       (dtype(bfloat16), dtype('float32'))
     """
     to = _floating(dtype)
-    plan = make_plan(tree, frozen)
+    plan = make_plan(tree, frozen).in_state
     values, treedef = _tree.flatten(tree)
     done: dict[int, Any] = {}  # an array at two paths is converted once
 

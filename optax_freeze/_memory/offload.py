@@ -84,11 +84,11 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
             expected="fz.offload(params, frozen), or fz.offload(state) with the state of fz.freeze_when",
             fix='give the spec: fz.offload(params, "layers"), fz.offload(params, fz.all_except("head"))',
         )
-    plan = make_plan(tree, frozen)
+    plan = make_plan(tree, frozen).in_state
     values, treedef = _tree.flatten(tree)
     named = [False] * len(values)
     if tables is not None:
-        named = [selection is FROZEN for selection in make_plan(tree, tables).selections]
+        named = [selection is FROZEN for selection in make_plan(tree, tables).in_state.selections]
     leaves = list(zip(values, plan.leaves, plan.selections, strict=True))
     streams = [_streams(*each, min_bytes, is_table) for each, is_table in zip(leaves, named, strict=True)]
     stays = {id(value) for value, moves in zip(values, streams, strict=True) if not moves}

@@ -19,6 +19,7 @@ from optax_freeze._optimizer.as_transformation import as_transformation, is_opti
 from optax_freeze._optimizer.called_trees import saying_what_optax_calls
 from optax_freeze._optimizer.init_with import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
+from optax_freeze._optimizer.kept_state import KeptState
 from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
@@ -95,12 +96,13 @@ class FreezingPart(NamedTuple):
     """A transformation as a part of :func:`optax_freeze.union`.
 
     ``plan(params)`` resolves its spec, ``state(state, tree)`` refuses a state of another one, and ``transform(plan)``
-    is the optimizer whose state is in it.
+    is the optimizer whose state is in it, of which ``kept`` reads rows that keep theirs.
     """
 
     plan: Callable[[PyTree], Plan]
     state: Callable[[Any, PyTree], FreezeState]
     transform: Callable[[Plan], optax.GradientTransformationExtraArgs]
+    kept: KeptState
     full_updates: bool
 
 
@@ -156,6 +158,8 @@ def freeze(
         labels = lambda tree: plan.labels(_tree.flatten(tree)[1])  # noqa: E731
         return optax.multi_transform({"trainable": inner, "frozen": optax.identity()}, labels)
 
+    kept = KeptState(lambda plan: transform(plan).init)
+
     def init_fn(params: PyTree) -> PyTree:
         register_with_flax()
         params = as_parts(params, around())
@@ -165,7 +169,7 @@ def freeze(
         warn_of_leaves(values, plan, plan, tied, stacklevel=2)
         for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
             if isinstance(value, Part) and selection.in_part:
-                refuse_other_leaf(value, leaf, selection, "params")
+                refuse_other_leaf(value, leaf, selection.in_state, "params")
                 refuse_other_rows(value, selection, leaf.path, "params")
         masks = plan.copied_masks(values)
         has_masks = any(map(is_array, masks))
@@ -177,7 +181,9 @@ def freeze(
         )
         plan = state.current_plan
         with saying_what_optax_calls():
-            inner_state = init_inner(transform(plan), plan, params)
+            inner_state = init_inner(transform(plan), plan.in_state, params)
+        if plan.kept:
+            kept.refuse_what_does_not_fit(plan, inner_state)
         return with_own_buffers(state._replace(inner_state=inner_state), params)
 
     def update(
@@ -188,7 +194,7 @@ def freeze(
         call = InnerUpdate.aligned(plan, updates, params, extra_args)
         run = call.new_params if in_place else call.updates
         tx, gradient = transform(plan), lambda _: (call.grads, None)
-        new, [inner_state], _ = run(Inner(tx), [plan], [state.inner_state], gradient, [False])
+        new, [inner_state], _ = run(Inner(tx, kept), [plan], [state.inner_state], gradient, [False])
         if not in_place:
             [changes] = new
             selections = [FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]
@@ -197,7 +203,7 @@ def freeze(
             new = jax.tree.unflatten(call.treedef, plan.with_sources(new, call.grads))
         return new, state._replace(inner_state=inner_state)
 
-    part = FreezingPart(lambda params: make_plan(params, frozen), accepted.state, transform, full_updates)
+    part = FreezingPart(lambda params: make_plan(params, frozen), accepted.state, transform, kept, full_updates)
     return optax.GradientTransformationExtraArgs(init_fn, Update(update, part=part))
 
 

@@ -126,6 +126,13 @@ def make_group_plans(
     made: dict[str, tuple[GivenGroup, Plan]] = {}
     for group in groups if leaves else ():
         selected = _selected(group, leaves)
+        if group.mask is not None and getattr(group.mask, "keep_state", False):
+            what = "a group of fz.freeze_when has no rows that keep their state"
+            expected, fix = (
+                "rows without keep_state",
+                "fz.freeze(optimizer, {path: mask}), without groups for this leaf",
+            )
+            raise value_error(what, at=group.name, got=repr(group.mask), expected=expected, fix=fix)
         refuse_untrainable(True if group.mask is None else group.mask, [leaves[i] for i in selected])
         owned = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
         pairs = [

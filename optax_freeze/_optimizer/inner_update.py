@@ -1,5 +1,6 @@
 """What an inner optimizer receives in an update, and where its results go: into updates or into new parameters."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,6 +14,7 @@ from optax_freeze._gradient.grad import restrict
 from optax_freeze._optimizer.around import Around, inside
 from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.init_with import init_of
+from optax_freeze._optimizer.kept_state import KeptRows, KeptState
 from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.nnx_variables import as_before, called_with, stored, stored_state, values_in
 from optax_freeze._optimizer.update_unless import unless, update_unless
@@ -135,7 +137,8 @@ class Inner:
     If it is leafwise, groups call it with lists, and groups of equal leaves share what JAX traces.
     """
 
-    def __init__(self, tx: optax.GradientTransformation) -> None:
+    def __init__(self, tx: optax.GradientTransformation, kept: KeptState | None = None) -> None:
+        self._kept = kept
         self._update, self._is_leafwise = _in_memory(tx.update), all(map(is_leafwise, tx))
         self._traced_once = jax.jit(self._update)
 
@@ -144,8 +147,12 @@ class Inner:
         if of_group and self._is_leafwise and is_tree(plan):
             return Lists(self._of_lists, opened(state, list), plan, state)
         tree_of = lambda own: jax.tree.unflatten(treedef, plan.full(dict(zip(plan.own, own, strict=True))))  # noqa: E731
-        own = opened(state, tree_of) if of_group else state
-        return Trees(self._update, called_with(own, plan, treedef), plan, state, of_group)
+        own = called_with(opened(state, tree_of) if of_group else state, plan, treedef)
+        if self._kept is None or not plan.kept:
+            return Trees(self._update, own, plan, state, of_group)
+        of_tree = plan if plan.treedef is not None else dataclasses.replace(plan, treedef=treedef)
+        rows = KeptRows(self._kept, of_tree, own)
+        return Trees(self._update, rows.read(), plan, state, of_group, rows)
 
     def _of_lists(self, *args: Any) -> tuple[PyTree, PyTree]:
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
@@ -160,6 +167,7 @@ class Trees(NamedTuple):
     plan: Plan
     stored: PyTree
     of_group: bool  # whether `stored` has `GroupLeaves`
+    kept: KeptRows | None = None
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
         return values_in(self.plan.trainable(treedef, values), self.plan)
@@ -172,6 +180,7 @@ class Trees(NamedTuple):
         return _parts_of(self.plan, _tree.flatten(updates)[0])
 
     def closed(self, state: PyTree) -> PyTree:
+        state = state if self.kept is None else self.kept.written(state)
         if not self.of_group:
             return as_before(state, self.stored, self.state, self.plan)
 

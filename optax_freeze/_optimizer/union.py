@@ -113,7 +113,7 @@ def union(*transformations: optax.GradientTransformation) -> optax.GradientTrans
             own = _of_part(call, union, plan)
             gradient = lambda _, own=own: (own.grads, None)  # noqa: E731
             [new], [inner_state], _ = own.updates(
-                Inner(part.transform(plan)), [plan], [its.inner_state], gradient, [False]
+                Inner(part.transform(plan), part.kept), [plan], [its.inner_state], gradient, [False]
             )
             changes.append(new)
             states[n] = its._replace(inner_state=inner_state)

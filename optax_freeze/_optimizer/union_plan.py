@@ -21,7 +21,7 @@ from optax_freeze._spec.tree import Leaf, Part
 def refuse_overlap(plans: Sequence[Plan]) -> None:
     """A ``ValueError`` if two parts train the same element, or may do so."""
     for i, leaf in enumerate(plans[0].leaves):
-        owners = [(n, plan.selections[i]) for n, plan in enumerate(plans) if plan.selections[i] is not FROZEN]
+        owners = [(n, plan.selections[i].in_state) for n, plan in enumerate(plans) if plan.selections[i] is not FROZEN]
         for k, (m, its) in enumerate(owners):
             for n, other in owners[:k]:
                 found = _overlap(leaf, other, its)

@@ -141,7 +141,7 @@ class Precomputed:
                 fix="pass the features first, then the other arguments of the function",
             )
         values, treedef = _with_shapes(params, features)
-        plan = make_plan(jax.tree.unflatten(treedef, values), self.frozen)
+        plan = make_plan(jax.tree.unflatten(treedef, values), self.frozen).in_state
         division = self._divide(plan, values, args, kwargs)
         _refuse_missing(division, values)
         return division.after(_fitting(features, division))
@@ -360,7 +360,7 @@ def full_plan(params: PyTree, frozen: Spec) -> Plan:
     """The plan of parameters without ``MaskedNode``."""
     fix = "give the full parameters here, and what `needed` returned to `after` alone"
     _tree.refuse_half_a_tree(params, "the features are computed from the full parameters", "the leaf", fix)
-    return make_plan(params, frozen)
+    return make_plan(params, frozen).in_state
 
 
 def _combined(leaf: Leaf, selection: Selection, trained: Any, value: Any) -> Any:

@@ -307,10 +307,23 @@ class DynamicRows(_SomeRows):
         """The rows of a value in which all rows, ``size`` of them, are repeated."""
         return self._then("repeated", int(times), int(size))
 
+    def find(self, i: Any, size: int) -> tuple[jax.Array, bool]:
+        i = jnp.asarray(i)
+        if any(name == "repeated" for name, *_ in self.steps) or not self._is_searched(i.size, size):
+            return super().find(i, size)
+        numbers, wanted = self.indices, i.astype(jnp.int32)  # the other steps keep the order of the numbers
+        position = jnp.searchsorted(numbers, wanted, side="right", method="scan_unrolled") - 1
+        found = (jnp.take(numbers, position, mode="clip") == wanted) & (position >= 0) & (i >= 0) & (i < size)
+        return jnp.where(found, position, -1).astype(jnp.int32), False
+
+    def _is_searched(self, wanted: int, size: int) -> bool:
+        """Whether to search each row reads less than a table of all rows."""
+        return wanted * self.count.bit_length() < size
+
     def joined(self, array: Any, size: int) -> Any:
         if not self._is_clamped:
             return array
-        return DynamicRows(self.axis, self._positions(size)[self.indices], (("clamped", self.count),)).take(array)
+        return DynamicRows(self.axis, self.find(self.indices, size)[0], (("clamped", self.count),)).take(array)
 
     def __repr__(self) -> str:
         return f"DynamicRows({self.axis}, {self.numbers}, {self.steps})"

@@ -185,7 +185,7 @@ def summary(
     if depth is not None:
         fix = "depth=1 gives a row for each top-level name, and None one for each leaf"
         depth = whole_number("depth", depth, fix=fix)
-    plan = make_plan(params, frozen, tied=tied)
+    plan = make_plan(params, frozen, tied=tied).in_state
     rows = tuple(_table.summed(map(_row, plan.leaves, plan.selections, _tree.flatten(params)[0]), depth))
     extent = plan.extent(params)
     if tx is None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
 from optax_freeze._spec.mask_operators import MaskOperators
-from optax_freeze._spec.row_numbers import bools_of, fix_for, named_twice, numbers_of, trainable_rows
+from optax_freeze._spec.row_numbers import bools_of, fix_for, named_twice, numbers_of, rows_named, trainable_rows
 from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
 from optax_freeze._spec.tree import Leaf
 
@@ -103,7 +103,9 @@ class Rows(_RowMask):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis", "inverted", "ascending", "of_state"]
+    jax.tree_util.register_dataclass,
+    data_fields=["array"],
+    meta_fields=["axis", "inverted", "ascending", "of_state", "keep_state"],
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class DynamicRows(_RowMask):
@@ -114,11 +116,14 @@ class DynamicRows(_RowMask):
     inverted: bool = False
     ascending: bool = False  # whether the numbers are known to be in order, and not negative
     of_state: bool = False  # whether they were read from an optimizer state
+    keep_state: bool = False  # whether the optimizer state is that of the whole leaf
 
     def fit(self, leaf: Leaf) -> Selection:
         """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
         axis, size = self._axis_and_size(leaf)
         array, [named] = self.array, self.array.shape
+        if self.keep_state:
+            return self._fit_kept(leaf, axis, size)
         if named > size:
             got = f"{named} row numbers, for {size} rows along axis {self.axis} of shape {leaf.shape}"
             raise named_twice(leaf.path, got)
@@ -133,9 +138,28 @@ class DynamicRows(_RowMask):
             array = trainable_rows(array, size, count, self.inverted)
         return DynamicRowIndex(array, axis, size, count, self.of_state)
 
+    def _fit_kept(self, leaf: Leaf, axis: int, size: int) -> Selection:
+        if not self.inverted:
+            raise value_error(
+                "rows that keep their state are those that train",
+                at=leaf.path,
+                got=repr(self),
+                expected=f"~{self!r}: all other rows are frozen in this step",
+                fix="~fz.rows(array, keep_state=True)",
+            )
+        array, count = self.array, min(self.array.shape[0], size)
+        if count == 0:
+            return FROZEN
+        if isinstance(array, jax.ShapeDtypeStruct):
+            array = jax.ShapeDtypeStruct((count,), jnp.int32)
+        elif not self.ascending:
+            array = rows_named(array, size, count)
+        return DynamicRowIndex(array, axis, size, count, self.of_state, keep_state=True)
+
     def __repr__(self) -> str:
         array = f"<{self.array.dtype}{list(self.array.shape)}>" if is_array(self.array) else "..."
-        return f"{'~' * self.inverted}fz.rows({array}{f', axis={self.axis}' if self.axis else ''})"
+        options = f", axis={self.axis}" * (self.axis != 0) + ", keep_state=True" * self.keep_state
+        return f"{'~' * self.inverted}fz.rows({array}{options})"
 
 
 @functools.partial(
@@ -195,7 +219,8 @@ Choice: TypeAlias = bool | ElementMask
 def choice_of(selection: Selection) -> Choice:
     """What a spec says about a leaf that has this selection."""
     if isinstance(selection, DynamicRowIndex):
-        return DynamicRows(selection.array, selection.axis, True, ascending=True, of_state=selection.of_state)
+        options = {"of_state": selection.of_state, "keep_state": selection.keep_state}
+        return DynamicRows(selection.array, selection.axis, True, ascending=True, **options)
     if isinstance(selection, DenseMask):
         return Elements(selection.array, selection.compact, selection.count, selection.of_state)
     return selection.mask if isinstance(selection, RowIndex) else selection is FROZEN
@@ -206,8 +231,8 @@ def rows(
     index: slice | int | Sequence[int] | np.ndarray[Any, Any], axis: int = 0, *, allow_empty: bool = False
 ) -> Rows: ...
 @overload
-def rows(index: jax.Array, axis: int = 0) -> DynamicRows: ...
-def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
+def rows(index: jax.Array, axis: int = 0, *, keep_state: bool = False) -> DynamicRows: ...
+def rows(index: Any, axis: int = 0, *, allow_empty: bool = False, keep_state: bool = False) -> Any:
     """Freezes rows of a leaf along one axis.
 
     Args:
@@ -217,6 +242,9 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
         are in the optimizer state, where :func:`optax_freeze.replace_masks` replaces them.
       axis: the axis along which rows are counted; negative numbers count from the last.
       allow_empty: whether an open slice (``slice(n, None)``) may select no rows, as in a sweep over ``n``.
+      keep_state: for the rows of a batch, ``~fz.rows(array, keep_state=True)``: the optimizer state is that of the
+        whole leaf, and each step reads and writes the state of the rows that train now. Their numbers may be given
+        again or be out of range, and only gradients and updates look at them: everywhere else the whole leaf trains.
 
     Returns:
       An element mask, for a tree of bools or as a value of :func:`optax_freeze.rules`; ``~`` gives the other rows. A
@@ -224,9 +252,10 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
 
     Raises:
       TypeError: if ``index`` or ``axis`` has another type, or ``index`` is a traced array of bools.
-      ValueError: if a row is named twice; when resolved, if a row or the axis is out of range, if there are more or
-        fewer bools than rows, or if an open slice selects no row: ``~fz.rows(slice(4, None))`` would freeze all of 4
-        rows. Traced numbers are not checked; one that is out of range, or given again, selects no row.
+      ValueError: if a row is named twice, or static rows shall keep their state; when resolved, if a row or the axis is
+        out of range, if there are more or fewer bools than rows, if rows that keep their state are not those that
+        train, or if an open slice selects no row: ``~fz.rows(slice(4, None))`` would freeze all of 4 rows. Traced
+        numbers are not checked; one that is out of range, or given again, selects no row.
 
     Example:
       >>> import optax_freeze as fz
@@ -246,7 +275,15 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False) -> Any:
             "fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=fix_for(index, axis)
         )
     if isinstance(numbers, jax.Array):
-        return DynamicRows(numbers, int(axis))
+        return DynamicRows(numbers, int(axis), keep_state=bool(keep_state))
+    if keep_state:
+        raise value_error(
+            "only dynamic rows keep their state",
+            at="fz.rows",
+            got=f"static rows: {described(index)}",
+            expected="a JAX array of integers: the rows that train now, which change in each step",
+            fix="~fz.rows(jnp.arange(k), keep_state=True), where k is the largest number of rows of a batch",
+        )
     if isinstance(numbers, tuple) and len(set(numbers)) < len(numbers):
         raise named_twice("fz.rows", list(numbers)[:8])
     length = None if bools is None else len(bools)

@@ -30,7 +30,7 @@ def parameters_of_modules(tree: PyTree) -> PyTree:
 def plan_of_parameters(parameters: PyTree, frozen: Spec, *, of: PyTree, tied: Tied = "ignore") -> Plan:
     """The plan of a spec for ``parameters``, which are :func:`parameters_of_modules` of the tree ``of``."""
     try:
-        return make_plan(parameters, parameters_of_modules(frozen), tied=tied)
+        return make_plan(parameters, parameters_of_modules(frozen), tied=tied).in_state
     except ValueError as error:
         if _has_module(of) and _fits(of, frozen):
             what, got = "the spec matches variables of an NNX module that are not parameters", described(frozen)

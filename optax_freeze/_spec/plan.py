@@ -74,6 +74,18 @@ class Plan:
         """Whether the trainable part has a ``Part`` among its leaves."""
         return any(index is not None for index in self.part_indices)
 
+    @functools.cached_property
+    def kept(self) -> list[int]:
+        """The numbers of the leaves whose rows keep their state."""
+        return [i for i, selection in enumerate(self.selections) if selection.keep_state]
+
+    @property
+    def in_state(self) -> "Plan":
+        """The plan of what an optimizer state holds: a leaf whose rows keep their state trains as a whole."""
+        if not self.kept:
+            return self
+        return dataclasses.replace(self, selections=tuple(selection.in_state for selection in self.selections))
+
     @property
     def has_masks(self) -> bool:
         """Whether a state keeps an array for a selection."""

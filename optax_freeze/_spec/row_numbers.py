@@ -38,6 +38,20 @@ def _traced_trainable_rows(named: Any, size: int, count: int, inverted: bool) ->
     return numbers_where(trains, count).astype(jnp.int32)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def rows_named(named: Any, size: int, count: int) -> jax.Array:
+    """The rows that integers name, int32 of shape (count,), ascending and each once.
+
+    Negative numbers count from the end. If fewer than ``count`` of ``size`` rows are named, numbers that are not rows
+    follow, from ``size`` on. It sorts what is given, and does not make an array with an entry for each row.
+    """
+    named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named
+    named = jnp.where(named < 0, named + size, named).ravel()
+    named = jnp.where((named >= 0) & (named < size), named, size).astype(jnp.int32)
+    numbers = jnp.unique(named, size=count, fill_value=size)
+    return jnp.where(numbers < size, numbers, size + jnp.arange(count, dtype=jnp.int32))
+
+
 def fix_for(index: Any, axis: Any) -> str:
     """What to write for something that is not an index of rows."""
     if not is_int(axis):

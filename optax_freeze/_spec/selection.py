@@ -34,6 +34,12 @@ class Selection:
     part_index: Any = None  # the `index` of the `Part` that `take` gives, if it gives one
     array: Any = MASKED_NODE  # the array of frozen elements or row numbers, if it is data, which can be replaced
     of_state: Any = False  # whether the array was read from an optimizer state
+    keep_state: Any = False  # whether the optimizer state is that of the whole leaf, whatever rows train now
+
+    @property
+    def in_state(self) -> "Selection":
+        """What an optimizer state holds and a run trains: of rows that keep their state the whole leaf."""
+        return TRAINABLE if self.keep_state else self
 
     def with_array(self, array: Any, of_state: bool = False) -> "Selection":
         """The selection with another array, or with ``MaskedNode`` in its place."""
@@ -332,7 +338,9 @@ def row_index(mask: Any, axis: int, size: int, named: list[tuple[int, int]], inv
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["axis", "size", "count", "of_state"]
+    jax.tree_util.register_dataclass,
+    data_fields=["array"],
+    meta_fields=["axis", "size", "count", "of_state", "keep_state"],
 )
 @dataclasses.dataclass(frozen=True)
 class DynamicRowIndex(RowSelection):
@@ -343,6 +351,7 @@ class DynamicRowIndex(RowSelection):
     size: int
     count: int
     of_state: bool = dataclasses.field(default=False, compare=False, repr=False)
+    keep_state: bool = False
 
     @property
     def part_index(self) -> "DynamicRowIndex":
@@ -366,7 +375,8 @@ class DynamicRowIndex(RowSelection):
         return self.with_trainable(jnp.ones(self.size, bool).at[array].set(False, mode="drop")).array
 
     def __str__(self) -> str:
-        return f"trains in {self.count} of {self.size} rows along axis {self.axis}"
+        kept = ", which keep their state" * self.keep_state
+        return f"trains in {self.count} of {self.size} rows along axis {self.axis}{kept}"
 
 
 @functools.partial(

@@ -16,7 +16,8 @@ def record_of(selection: Selection) -> Any:
         rows = [list(progression) for progression in selection.progressions]
         return {"axis": selection.axis, "rows": rows, "train": not selection.others}
     if isinstance(selection, DynamicRowIndex):
-        return {"axis": selection.axis, "count": selection.count, "dynamic": True}
+        kept = {"keep_state": True} if selection.keep_state else {}
+        return {"axis": selection.axis, "count": selection.count, "dynamic": True, **kept}
     if isinstance(selection, DenseMask):
         return {"compact": selection.compact, "count": selection.count}
     return selection is FROZEN

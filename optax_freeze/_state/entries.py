@@ -67,6 +67,7 @@ class _Subtree(NamedTuple):
         """The subtree at ``name``, with the same address."""
         (names, trains), parts, indices = self.scope, self.parts, self.indices
         if plan is not None:
+            plan = plan.in_state
             selections = [(leaf.path, its) for leaf, its in zip(plan.leaves, plan.selections, strict=True)]
             trains = frozenset(path for path, selection in selections if selection is not FROZEN)
             parts = (*parts, {path: selection for path, selection in selections if selection.in_part})

@@ -41,10 +41,15 @@ def outermost_states(tree: PyTree, kinds: Kinds = OWN) -> Iterator[tuple[str, An
 
 
 def masks_in(state: PyTree) -> list[tuple[str, Any]]:
-    """The arrays of masks and of dynamic rows in a state, with the paths of their leaves."""
+    """The arrays of masks and of dynamic rows in a state, with the paths of their leaves.
+
+    Not those of rows that keep their state, which are other ones in each step.
+    """
     found = []
     for own in states_in(state):
         for holder in [own] if isinstance(own, FreezeState) else own.groups.values():
             walk = _tree.walk(holder.masks)
-            found += [each for each in zip(walk.paths, walk.values, strict=True) if not _tree.is_masked_node(each[1])]
+            kept = own.plan.kept if isinstance(own, FreezeState) else []
+            pairs = enumerate(zip(walk.paths, walk.values, strict=True))
+            found += [each for i, each in pairs if i not in kept and not _tree.is_masked_node(each[1])]
     return found

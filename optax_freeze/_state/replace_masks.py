@@ -15,7 +15,7 @@ from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.init_with import init_with
 from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, Elements, elements
+from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements, elements
 from optax_freeze._spec.memory_kinds import to_memory_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
@@ -23,6 +23,7 @@ from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, fi
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.source import mark_replaced
 from optax_freeze._spec.tree import Leaf, PyTree
+from optax_freeze._state.batch_rows import with_rows
 from optax_freeze._state.carry import Carry
 from optax_freeze._state.entries import entries_of
 from optax_freeze._state.own_states import masks_in, outermost_states, states_in
@@ -38,13 +39,14 @@ def replace_masks(
     """Replaces the dense masks or dynamic rows in an optimizer state, without recompiling.
 
     Call it between steps or inside a jitted function. Elements that stay trainable keep their moments, and newly
-    trainable ones start as in ``tx.init(params)``. Everything else is as in :func:`optax_freeze.migrate`: values that
-    rows share, such as counts, continue, so Adam's first step on a new row is up to 3.2 times the usual one. If all
-    elements that an optimizer trains are new (those of a label of ``optax.multi_transform``, of a group of
-    :func:`optax_freeze.freeze_when`), everything beside its moments starts as in ``init``, too, and its next step is
-    that of a new optimizer. An optimizer with a history of gradients (L-BFGS) or a line search starts as in ``init`` if
-    any element is new, and so does Adafactor where the shapes do not tell which of its factors is that of the rows.
-    Steps of schedules and wrappers (``optax.MultiSteps``) and random keys always continue.
+    trainable ones start as in ``tx.init(params)``. Of rows that keep their state, only the numbers change.
+    Everything else is as in :func:`optax_freeze.migrate`: values that rows share, such as counts, continue, so
+    Adam's first step on a new row is up to 3.2 times the usual one. If all elements that an optimizer trains are
+    new (those of a label of ``optax.multi_transform``, of a group of :func:`optax_freeze.freeze_when`), everything
+    beside its moments starts as in ``init``, too, and its next step is that of a new optimizer. An optimizer with a
+    history of gradients (L-BFGS) or a line search starts as in ``init`` if any element is new, and so does
+    Adafactor where the shapes do not tell which of its factors is that of the rows. Steps of schedules and wrappers
+    (``optax.MultiSteps``) and random keys always continue.
 
     Args:
       state: from :func:`optax_freeze.freeze`, :func:`optax_freeze.masked_zero_updates` or
@@ -102,6 +104,11 @@ def replace_masks(
     new = {path: masks[key] for path, key in _matched(masks, list(leaves.values()), with_mask).items()}
     for path in new:
         _refuse_several_parts(path, state)
+    kept = {each.leaves[i].path: (each, i) for each in plans if isinstance(each, Plan) for i in each.kept}
+    of_kept = {path: its for path, its in kept.items() if path in new}
+    numbers = {path: _new_array(new[path], each.leaves[i], each.selections[i]) for path, (each, i) in of_kept.items()}
+    if len(numbers) == len(new):
+        return with_rows(state, numbers)
     by_call = {call: _new_arrays(each, old, new) for call, each, old in zip(shapes.calls, plans, olds, strict=True)}
     call = itertools.count()
     fresh = init_with(lambda plans: plans.with_masks(by_call.get(next(call), [])), tx.init, params)
@@ -118,7 +125,7 @@ def replace_masks(
     replaced = jax.tree.unflatten(structure, map(_placed_as, values, arrays))
     for (path, array), (_, before) in zip(masks_in(replaced), masks_in(state), strict=True):
         mark_replaced(array, before, is_new=path in new)
-    return replaced
+    return with_rows(replaced, numbers)
 
 
 def _refuse_several_parts(path: str, state: PyTree) -> None:
@@ -195,7 +202,8 @@ def _new_array(mask: Any, leaf: Leaf, old: Selection) -> Any:
         what, got = "the mask is of a different kind than in the state", repr(mask) if is_mask else type(mask).__name__
         raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
     if isinstance(old, DynamicRowIndex):
-        new = mask.fit(leaf)
+        is_dynamic = isinstance(mask, DynamicRows)
+        new = (dataclasses.replace(mask, keep_state=old.keep_state) if is_dynamic else mask).fit(leaf)
         if isinstance(new, RowSelection) and (new.axis, new.count) == (old.axis, old.count):
             return new.indices()
         got = f"a leaf that {new}"

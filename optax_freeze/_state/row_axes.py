@@ -136,7 +136,7 @@ def _first_difference(a: Any, b: Any) -> int | Literal["rank"] | None:
 
 def _resized(selection: Any, more: int) -> Any:
     """A selection of so many more rows, whichever they are, or compact elements."""
-    if selection.part_index is None:
+    if selection.part_index is None or selection.keep_state:
         return selection
     count = selection.count + more
     if isinstance(selection, DynamicRowIndex):

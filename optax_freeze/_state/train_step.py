@@ -1,7 +1,7 @@
 """Builds a whole training step, in which the gradient of a group is computed where the group is updated."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -13,6 +13,7 @@ from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
 from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.update_params import Update, succeeds, update_params, with_zeros
 from optax_freeze._spec.tree import PyTree
+from optax_freeze._state.batch_rows import refuse_no_functions, with_rows_of
 from optax_freeze._state.own_states import states_in
 from optax_freeze._state.spec_of import spec_of
 
@@ -28,6 +29,7 @@ def train_step(
     *,
     argnums: int = 0,
     extra_args: Sequence[str] = (),
+    rows: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., tuple[PyTree, PyTree, Any]]:
     """Creates a training step that computes the gradients of the trainable parameters and updates them in place.
 
@@ -45,6 +47,11 @@ def train_step(
       extra_args: the names of extra arguments that the update of ``tx`` takes: ``"value"`` (the loss), ``"grad"``,
         ``"value_fn"`` or ``"obj_fn"`` (the loss as a function of the parameters), ``"grad_fn"`` (its gradient). Line
         searches such as L-BFGS take the first three.
+      rows: for tables of which a batch reads few rows, a mapping from patterns of leaves with
+        ``~fz.rows(array, keep_state=True)`` to functions of the batch, ``fn(*args, **kwargs)``, which return the row
+        numbers that the loss reads: integers of any shape. Negative ones count from the end, those out of range are no
+        rows, and equal ones are one row. These rows train in this step. Other leaves with such rows train in those of
+        the state.
 
     Returns:
       A function ``(params, state, *args, **kwargs) -> (params, state, value)``, where ``value`` is the result of
@@ -53,7 +60,8 @@ def train_step(
     Raises:
       TypeError: if ``loss`` is not a function, ``tx`` is not an optimizer, or ``extra_args`` is a single string.
       ValueError: if ``argnums`` is not a single int, or ``extra_args`` contains another name; when the step is called,
-        if ``argnums`` is out of range, and the errors of the functions above.
+        if ``argnums`` is out of range, if a batch may have more rows than the spec or ``rows`` matches no such leaf,
+        and the errors of the functions above.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_freeze as fz
@@ -67,6 +75,7 @@ def train_step(
     refuse_no_function(loss, tx, _CALL)
     refuse_several(argnums)
     _refuse_unknown(extra_args)
+    refuse_no_functions(rows)
     of_params_first = parameters_first(loss, argnums)
     update = as_transformation(tx, _CALL, other=loss).update
     of_groups = update.of_groups if isinstance(update, Update) else None
@@ -74,6 +83,7 @@ def train_step(
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
         of_params = lambda params: of_params_first(params, *args, **kwargs)  # noqa: E731
         try:
+            state = state if rows is None else with_rows_of(state, rows, *args, **kwargs)
             spec, found = spec_of(state), None
             if isinstance(spec, GroupSpec) and not spec.is_known and of_groups is not None:
                 found = gradient_of_groups(of_params, spec, params, has_aux)

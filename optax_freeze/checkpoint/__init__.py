@@ -127,7 +127,7 @@ def save(
         got, expected, fix = "a path with wildcards", "a path without any of * ? [", "choose another name"
         raise value_error("Orbax cannot save into this directory", at=where, got=got, expected=expected, fix=fix)
     _refuse_no_state(opt_state)
-    plan = make_plan(params, frozen, tied=tied)
+    plan = make_plan(params, frozen, tied=tied).in_state
     values = _tree.flatten(params)[0]
     expected = "every full leaf, since the checkpoint stores the fingerprint of the base"
     fix = "fz.combine(trainable, rest)"
@@ -229,7 +229,7 @@ def restore(
         plan = make_plan(params, _record.spec_of(record.leaves, saved_masks))
         if frozen is not None:
             fix = "restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)"
-            given = make_plan(params, frozen).selections
+            given = make_plan(params, frozen).in_state.selections
             base_record.refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
         expected = "the frozen bits that the parameters had in checkpoint.save"
         fix = (

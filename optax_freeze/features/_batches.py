@@ -25,7 +25,7 @@ def computation(
     It returns their digests, the shapes of the features of one variant, and the computation of those of all.
     """
     values, treedef = _tree.flatten(params)
-    selections = make_plan(params, once.frozen).selections
+    selections = make_plan(params, once.frozen).in_state.selections
     structs = [*map(_tree.struct_of, values)]
     frozen = {
         i: x for i, (x, s) in enumerate(zip(values, selections, strict=True)) if s is not TRAINABLE and is_array(x)

@@ -113,3 +113,22 @@ def test_auxiliary_outputs_are_not_differentiated():
         fz.explain(with_aux, PARAMS, FROZEN, TOKENS, has_aux=True).lines
         == fz.explain(loss, PARAMS, FROZEN, TOKENS).lines
     )
+
+
+def test_rows_that_keep_their_state_and_are_read_by_more_than_a_lookup():
+    def tied(params, ids):
+        x = params["table"].astype(jnp.bfloat16)[ids]
+        logits = x @ params["table"].T.astype(jnp.bfloat16)
+        return jax.nn.logsumexp(logits).sum() + jnp.square(params["table"]).mean() + params["table"][:3].sum()
+
+    frozen, ids = {"table": ~fz.rows(jnp.arange(2), keep_state=True)}, jnp.array([3, 5])
+    params = {"table": jnp.ones((60, 4))}
+    [row] = fz.explain(tied, params, frozen, ids).rows
+    assert [operation.name for operation in row.whole] == ["dot_general", "reduce_sum"]
+    text = str(fz.explain(tied, params, frozen, ids))
+    assert "  whole: dot_general at " in text
+    assert "; other rows that it reads get no gradient" in text
+    [row] = fz.explain(lambda params, ids: jnp.tanh(params["table"][ids]).sum(), params, frozen, ids).rows
+    assert row.whole == ()
+    [row] = fz.explain(tied, params, {"table": ~fz.rows(jnp.arange(2))}, ids).rows  # these other rows are meant
+    assert row.whole == ()

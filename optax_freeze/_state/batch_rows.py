@@ -1,0 +1,94 @@
+"""The rows that train now, of leaves whose rows keep their state: put into a state, and found in a batch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_freeze._errors import described, is_array, is_int, refuse_no_mapping, type_error, value_error, with_article
+from optax_freeze._optimizer.freeze import FreezeState
+from optax_freeze._optimizer.kept_state import OF_SEVERAL_STEPS, refuse_optimizer
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.row_numbers import rows_named
+from optax_freeze._spec.selector_algebra import as_selector, first_match
+from optax_freeze._spec.sharding import copy_like
+from optax_freeze._spec.source import mark_replaced
+from optax_freeze._spec.tree import PyTree
+from optax_freeze._state.own_states import map_states, states_in
+
+
+def with_rows(state: PyTree, numbers: Mapping[str, Any]) -> PyTree:
+    """A state in which these rows train, by the paths of their leaves; nothing else changes."""
+
+    def visit(node: FreezeState) -> FreezeState:
+        kept = {i: node.plan.leaves[i].path for i in node.plan.kept}
+        masks, treedef = _tree.flatten(node.masks)
+        for i, path in kept.items():
+            if path in numbers:
+                old, masks[i] = masks[i], copy_like(numbers[path], masks[i])
+                mark_replaced(masks[i], old, is_new=True)
+        return node._replace(masks=treedef.unflatten(masks))
+
+    return map_states(lambda node: visit(node) if node.plan.kept else node, state, FreezeState)
+
+
+def refuse_no_functions(rows: Mapping[Any, Callable[..., Any]] | None) -> None:
+    """A ``TypeError`` unless these are functions of a batch by patterns."""
+    call = "fz.train_step(loss, tx, rows={pattern: fn})"
+    if rows is None:
+        return
+    fix = 'rows={"embed": lambda ids, targets: ids}'
+    refuse_no_mapping("rows", rows, "{pattern: function of the batch}", at=call, fix=fix)
+    for key, fn in rows.items():
+        if not callable(fn):
+            what, got = "`rows` takes functions of the batch", described(fn)
+            raise type_error(what, at=str(key), got=got, expected="fn(*batch) -> integer ids", fix=fix)
+
+
+def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: Any, **kwargs: Any) -> PyTree:
+    """A state in which the rows train that functions find in a batch."""
+    for around in states_in(state, OF_SEVERAL_STEPS):
+        for inside in states_in(around, FreezeState):
+            if inside.plan.kept:
+                refuse_optimizer(inside.plan, inside.plan.kept[0], f"{with_article(type(around).__name__)} around it")
+    plans = [node.plan for node in states_in(state, FreezeState)]
+    leaves = [pair for plan in plans for pair in zip(plan.leaves, plan.selections, strict=True)]
+    kept = [i for i, (_, selection) in enumerate(leaves) if selection.keep_state]
+    keys, numbers = [*rows], {}
+    ids = [_ids(key, fn(*args, **kwargs)) for key, fn in rows.items()]
+    matches = first_match([as_selector(key, "rows") for key in keys], [leaf for leaf, _ in leaves]) if kept else []
+    for i in kept:
+        n, (leaf, selection) = matches[i], leaves[i]
+        if n is None:
+            continue
+        needed = min(ids[n].size, selection.size)
+        if needed > selection.count:
+            raise value_error(
+                "a batch may name more rows than the spec has",
+                at=leaf.path,
+                got=f"up to {needed} rows in this batch, and {selection.count} in the spec",
+                expected=f"at least {needed}: no row of a batch is left out",
+                fix=f"~fz.rows(jnp.arange({needed}), keep_state=True)",
+            )
+        numbers[leaf.path] = rows_named(ids[n].ravel(), selection.size, selection.count)
+    for n, key in enumerate(keys):
+        if n not in [matches[i] for i in kept]:
+            raise value_error(
+                "`rows` names no leaf whose rows keep their state",
+                at=str(key),
+                got=f"{key!r}",
+                expected=f"a pattern of one of {[leaves[i][0].path for i in kept]}"
+                if kept
+                else "a spec with such rows",
+                fix="put ~fz.rows(jnp.arange(k), keep_state=True) into the spec, or correct the pattern",
+            )
+    return with_rows(state, numbers)
+
+
+def _ids(key: Any, ids: Any) -> jax.Array:
+    if is_int(ids) or (is_array(ids) and jnp.issubdtype(ids.dtype, jnp.integer)):
+        return jnp.asarray(ids)
+    what = "the rows of a batch are not integers"
+    fix = "return the ids that the loss looks up: lambda ids, targets: ids"
+    raise type_error(what, at=str(key), got=described(ids), expected="one array of integer ids, of any shape", fix=fix)
