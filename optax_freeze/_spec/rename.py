@@ -34,7 +34,8 @@ def renamed(paths: Sequence[str], rename: Mapping[str, str] | None, known: Seque
             expected, fix = "paths of `params`", f"nearest paths: {nearest(target, known)}"
             raise value_error(what, at=name, got=got, expected=expected, fix=fix)
     is_given = [given == "pretrained" or name is not None for name in longest]
-    _refuse_two_with_one_path(*([*itertools.compress(each, is_given)] for each in (paths, new)), given)
+    pairs = itertools.compress(zip(paths, new, strict=True), is_given)
+    _refuse_two_with_one_path([*pairs], given)
     return new
 
 
@@ -55,9 +56,9 @@ def _joined(target: str, rest: str) -> str:
     return f"{target}/{rest.lstrip('/')}".strip("/") if rest else target
 
 
-def _refuse_two_with_one_path(paths: Sequence[str], new: Sequence[str], given: str) -> None:
+def _refuse_two_with_one_path(pairs: Sequence[tuple[str, str]], given: str) -> None:
     first: dict[str, str] = {}
-    for path, result in zip(paths, new, strict=True):
+    for path, result in pairs:
         if first.setdefault(result, path) != path:
             what, got = f"rename: two leaves of `{given}` lead to one path", f"{first[result]} and {path}"
             expected, fix = "one leaf for each path", "rename only one of them"
