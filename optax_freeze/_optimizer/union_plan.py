@@ -37,7 +37,7 @@ def refuse_overlap(plans: Sequence[Plan]) -> None:
 
 def _overlap(leaf: Leaf, a: Selection, b: Selection) -> str | None:
     """What two parts both train of a leaf, or may both train."""
-    if TRAINABLE in (a, b) or leaf.index is not None:
+    if TRAINABLE in (a, b):
         return "the leaf"
     if isinstance(a, RowIndex) and isinstance(b, RowIndex) and a.axis == b.axis:
         shared = np.intersect1d(a.numbers, b.numbers)

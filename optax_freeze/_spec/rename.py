@@ -46,7 +46,8 @@ def renamed(
             raise value_error(what, at=name, got=got, expected=expected, fix=fix)
     if known is not None:
         is_given = [of == "pretrained" or name is not None for name in longest]
-        _refuse_two_with_one_path(*([*itertools.compress(each, is_given)] for each in (paths, new)), of)
+        pairs = itertools.compress(zip(paths, new, strict=True), is_given)
+        _refuse_two_with_one_path([*pairs], of)
     return new
 
 
@@ -68,9 +69,9 @@ def _joined(target: str, rest: str, separator: str) -> str:
     return f"{target}{separator}{rest}".strip(separator) if rest else target
 
 
-def _refuse_two_with_one_path(paths: Sequence[str], new: Sequence[str], given: str) -> None:
+def _refuse_two_with_one_path(pairs: Sequence[tuple[str, str]], given: str) -> None:
     first: dict[str, str] = {}
-    for path, result in zip(paths, new, strict=True):
+    for path, result in pairs:
         if first.setdefault(result, path) != path:
             what, got = f"rename: two leaves of `{given}` lead to one path", f"{first[result]} and {path}"
             expected, fix = "one leaf for each path", "rename only one of them"

@@ -18,11 +18,12 @@ from optax_freeze._errors import is_array, is_concrete, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.indexing import at, of_each_row, select
 from optax_freeze._spec.memory_kinds import to_device
-from optax_freeze._spec.selection import TRAINABLE, RowSelection, Selection
+from optax_freeze._spec.selection import RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Part
-from optax_freeze._state.entries import Entry
-from optax_freeze._state.row_axes import Axes, Resized, axes_of_moved, row_axes
+from optax_freeze._state.entries import Entry, no_fit
+from optax_freeze._state.moved import moved_axes, rows_along
+from optax_freeze._state.row_axes import Axes, row_axes
 
 Bool: TypeAlias = Any
 """A bool, or a boolean array that may be traced."""
@@ -80,7 +81,7 @@ class Carry:
     ) -> None:
         """``entries`` are of ``tx.init(params)``, ``old`` of the old state, ``olds`` those at the address of each."""
         self.entries = entries
-        moved = _moved_axes(entries, olds, tx, params)
+        moved = moved_axes(entries, olds, tx, params)
         in_part = any(entry.parts or isinstance(entry.value, Part) for entry in entries)
         nodes = [entry.value for entry in entries]
         axes, certain = row_axes(nodes, tx, params) if in_part else ([()] * len(entries), [True] * len(entries))
@@ -130,19 +131,6 @@ class Carry:
             if not isinstance(anew, bool):
                 arrays = [_choose(anew, *pair) for pair in zip(entry.arrays, arrays, strict=True)]
             yield from arrays
-
-
-def no_fit(
-    entry: Entry, got: str, expected: str = "the same arrays in the old state and in the state of `tx`"
-) -> ValueError:
-    """The error for a state of another model or optimizer."""
-    return value_error(
-        "the state belongs to other parameters or to another optimizer",
-        at=entry.name,
-        got=got,
-        expected=expected,
-        fix="give the state of the same optimizer, for these parameters or for some that rename= and rows= lead to",
-    )
 
 
 def _place(entry: Entry) -> tuple[Any, str]:
@@ -237,7 +225,7 @@ def _source_of_moved(entry: Entry, old: Entry, axes: Axes | None) -> Source | No
     now: Any = entry.selection
     moved = old.moved
     if axes is not None:
-        a, b = _rows_along(before, moved.size), _rows_along(now, len(moved.rows))
+        a, b = rows_along(before, moved.size), rows_along(now, len(moved.rows))
         wanted = moved.rows[np.minimum(b, len(moved.rows) - 1)]
         position = np.searchsorted(a, wanted)
         stays = (a.take(position, mode="clip") == wanted) & (wanted >= 0) & (b < len(moved.rows))
@@ -248,45 +236,6 @@ def _source_of_moved(entry: Entry, old: Entry, axes: Axes | None) -> Source | No
     frozen = np.broadcast_to(np.asarray(before.frozen(len(old.shape))), old.shape)
     stays = ~(moved.take(frozen, True) | np.asarray(now.frozen(len(entry.shape))))
     return Source(old, "elements", bool(stays.any()), True, jnp.asarray(stays))
-
-
-def _rows_along(selection: Any, size: int) -> np.ndarray:
-    """The numbers of the rows that train."""
-    return np.arange(size) if selection is TRAINABLE else np.asarray(selection.indices(selection.array))
-
-
-def _moved_axes(entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: Any, params: Any) -> dict[int, Axes]:
-    """For the entries of leaves of which rows have moved the axes of these, where they are known.
-
-    Both the old and the new selection have to be rows along this axis, or the whole leaf.
-    """
-    found: dict[int, Entry] = {}
-    resize: dict[str, set[Resized]] = collections.defaultdict(set)
-    for i, (entry, each) in enumerate(zip(entries, olds, strict=True)):
-        if len(each) != 1 or each[0].moved is None or not (entry.arrays and each[0].arrays):
-            continue
-        [old] = each
-        if _is_along(entry.selection, old.moved.axis) and _is_along(old.selection, old.moved.axis):
-            more = len(_rows_along(old.selection, old.moved.size)) - len(
-                _rows_along(entry.selection, len(old.moved.rows))
-            )
-            resize[str(entry.leaf)].add(Resized(old.moved.axis, more, entry.selection is not TRAINABLE))
-            found[i] = old
-    known = {path: each.copy().pop() for path, each in resize.items() if len(each) == 1}
-    found = {i: old for i, old in found.items() if entries[i].leaf in known}
-    axes = axes_of_moved([entry.value for entry in entries], tx, params, known) if found else None
-    if axes is None:
-        return {}
-    now, before, shapes = axes
-    fits = {
-        i: now[i] == before[i] and "rank" not in now[i] and shapes[i] == [np.shape(array) for array in old.arrays]
-        for i, old in found.items()
-    }
-    return {i: now[i] for i, fit in fits.items() if fit}
-
-
-def _is_along(selection: Selection | None, axis: int) -> bool:
-    return selection is TRAINABLE or (isinstance(selection, RowSelection) and selection.axis == axis)
 
 
 def _without_some(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_freeze._errors import value_error
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._optimizer.union import UnionState
@@ -242,3 +243,16 @@ def _selection(value: Any, around: Sequence[Selection]) -> Selection | None:
     if isinstance(value.index, RowSelection):
         return value.index
     return None if frozen is None else DenseMask(frozen, True, value.index)
+
+
+def no_fit(
+    entry: Entry, got: str, expected: str = "the same arrays in the old state and in the state of `tx`"
+) -> ValueError:
+    """The error for a state of another model or optimizer."""
+    return value_error(
+        "the state belongs to other parameters or to another optimizer",
+        at=entry.name,
+        got=got,
+        expected=expected,
+        fix="give the state of the same optimizer, for these parameters or for some that rename= and rows= lead to",
+    )

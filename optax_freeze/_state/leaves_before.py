@@ -1,14 +1,13 @@
 """Which leaf, and which row, of an old model each leaf of the parameters was."""
 
-import collections
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from optax_freeze._errors import counted, described, refuse_no_mapping, type_error, value_error
 from optax_freeze._spec import tree as _tree
@@ -18,32 +17,9 @@ from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
 from optax_freeze._spec.selector_algebra import as_selector, first_match
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.entries import Entry, Scope, entries_of, join
-from optax_freeze._state.own_states import outermost_states
+from optax_freeze._state.moved import Moved
 from optax_freeze._state.row_axes import Resized, init_shapes
-
-Shape = tuple[int, ...] | None
-"""The shape of a leaf, or None if it is not known."""
-
-
-class Moved(NamedTuple):
-    """For each row of a leaf along an axis which one of the ``size`` old rows it was; -1 if it begins anew."""
-
-    axis: int
-    rows: np.ndarray
-    size: int
-
-    @property
-    def loses_rows(self) -> bool:
-        """Whether an old row is not in the leaf."""
-        return len(np.unique(self.rows[self.rows >= 0])) < self.size
-
-    def take(self, array: Any, fill: Any) -> Any:
-        """The rows of an array of the old leaf, or of one that broadcasts to its shape; ``fill`` for new rows."""
-        column = tuple(-1 if i == self.axis else 1 for i in range(array.ndim))
-        if array.shape[self.axis] == 1:
-            array = np.broadcast_to(array, tuple(self.size if i == self.axis else n for i, n in enumerate(array.shape)))
-        found = array.take(np.maximum(self.rows, 0), self.axis)
-        return np.where((self.rows >= 0).reshape(column), found, fill)
+from optax_freeze._state.shapes_before import Shape, searched, shapes_before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +112,7 @@ def leaves_before(
 ) -> LeavesBefore:
     """Compares the leaves of a state with those of the parameters; ``fresh`` are the entries of a new state."""
     leaves = {leaf.path: leaf for leaf in _tree.leaves(params)}
-    shapes = _shapes_before(state, fresh)
+    shapes = shapes_before(state, fresh)
     names: dict[str, str | None] = dict(zip(shapes, renamed([*shapes], rename, [*leaves], of="state"), strict=True))
     given = {new for old, new in names.items() if old != new}
     names = {old: None if old == new and new in given else new for old, new in names.items()}
@@ -144,7 +120,7 @@ def leaves_before(
     before = {str(new): shapes[old] for old, new in names.items() if new in leaves}
     if any(shape is None for shape in before.values()):
         old = entries_of(state, {path: leaf.shape for path, leaf in leaves.items()} | shapes)
-        before |= _searched(names, before, old, fresh, tx, params)
+        before |= searched(names, before, old, fresh, tx, params)
         shapes |= {path: before[str(new)] for path, new in names.items() if new in before}
     whole, rows_anew = _resets(reset, params)
     moved = _given_rows(rows, leaves, before)
@@ -164,80 +140,6 @@ def leaves_before(
         if path not in anew:
             moved[path] = _with_reset(moved.get(path), index, path)
     return LeavesBefore(shapes, names, moved, frozenset(anew), frozenset(leaves), floating)
-
-
-def _shapes_before(state: PyTree, fresh: Sequence[Entry]) -> dict[str, Shape]:
-    """The shape of each leaf of an old state by its path: from the plans in it, or from its moments."""
-    found: dict[str, Shape] = {}
-    for _, own in outermost_states(state):
-        for leaf in own.plan.leaves:
-            found[leaf.path] = found.get(leaf.path) or (None if leaf.dtype is None else leaf.shape)
-    trees: dict[str, bool] = {}
-    for entry in fresh:
-        if entry.leaf is not None:
-            arrays = entry.arrays
-            fits = not arrays or [np.shape(array) for array in arrays] == [entry.shape_of_part]
-            trees[entry.tree] = trees.get(entry.tree, True) and fits
-    others = {entry.address for entry in fresh if entry.leaf is None}
-    inner = {entry.address: entry.leaf for entry in fresh if entry.leaf is not None}
-    for entry in entries_of(state, {}):
-        address = str(entry.address)
-        tree = max((tree for tree in trees if address == tree or _is_below(tree, address)), key=len, default=None)
-        if entry.address is None or entry.optional or address in others or tree is None:
-            continue
-        path = inner.get(address) or address[len(tree) :].lstrip("/")
-        if _tree.is_masked_node(entry.value) or not trees[tree]:
-            found.setdefault(path, None)
-        elif not found.get(path):
-            found[path] = (
-                tuple(np.shape(_tree.bare(entry.value))) if not _tree.is_leaf(entry.value) else entry.value.shape
-            )
-    return found
-
-
-def _searched(
-    names: Mapping[str, str | None],
-    before: Mapping[str, Shape],
-    old: Sequence[Entry],
-    fresh: Sequence[Entry],
-    tx: Any,
-    params: PyTree,
-) -> dict[str, Shape]:
-    """The shapes of old leaves of which no array of the state has the shape: those for which ``init`` makes its arrays.
-
-    A leaf keeps its shape if its arrays do; else one axis may be as long as one of an old array.
-    """
-    held: dict[str, list[Any]] = collections.defaultdict(list)
-    now: dict[str, list[Any]] = collections.defaultdict(list)
-    for entry in old:
-        new = names.get(str(entry.leaf))
-        if entry.leaf is not None and entry.arrays and new is not None and before.get(new, ()) is None:
-            held[new].append((join(entry.tree, new), [np.shape(array) for array in entry.arrays]))
-    for entry in fresh:
-        if entry.leaf in held and entry.arrays:
-            now[str(entry.leaf)].append((entry.address, [np.shape(array) for array in entry.arrays]))
-    found: dict[str, Shape] = {}
-    for path, its in held.items():
-        [shape] = {entry.shape for entry in fresh if entry.leaf == path} or {()}
-        if sorted(its) == sorted(now[path]) or not shape:
-            continue
-        fits = []
-        for axis, size in itertools.product(
-            range(len(shape)), {n for _, shapes in its for each in shapes for n in each}
-        ):
-            resize = {path: Resized(axis, size - shape[axis], False)}
-            with contextlib.suppress(Exception):  # an optimizer or a spec may refuse any number of rows
-                made = init_shapes(tx, params, resize=resize).state
-                nodes = iter(jax.tree.leaves(made))
-                arrays = [(entry, [next(nodes).shape for _ in entry.arrays]) for entry in fresh]
-                if sorted((e.address, a) for e, a in arrays if e.leaf == path and a) == sorted(its):
-                    fits.append(tuple(size if i == axis else n for i, n in enumerate(shape)))
-        found[path] = fits[0] if len(fits) == 1 else ()
-    return found
-
-
-def _is_below(tree: str, address: str) -> bool:
-    return address.startswith(f"{tree}/" if tree else "")
 
 
 def _resets(reset: Any, params: PyTree) -> tuple[set[str], dict[str, RowIndex]]:
@@ -292,7 +194,7 @@ def _given_rows(rows: Any, leaves: Mapping[str, Leaf], before: Mapping[str, Shap
 
 def _moved(leaf: Leaf, was: Shape, given: Any) -> Moved:
     """The old row of each row of a leaf."""
-    if isinstance(given, jax.core.Tracer):
+    if isinstance(given, Tracer):
         what, got, fix = "rows takes numbers with values", described(given), "call fz.migrate outside of jit"
         raise type_error(what, at=leaf.path, got=got, expected="a list or an array of ints or bools", fix=fix)
     numbers, now = np.asarray(given), leaf.shape or ()

@@ -22,8 +22,8 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fold import fold
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.tree import Part, PyTree
-from optax_freeze._state.carry import Carry, no_fit
-from optax_freeze._state.entries import Entry, Scope, entries_of, join
+from optax_freeze._state.carry import Carry
+from optax_freeze._state.entries import Entry, Scope, entries_of, join, no_fit
 from optax_freeze._state.leaves_before import LeavesBefore, leaves_before, refuse_ambiguous
 
 
@@ -127,8 +127,8 @@ def migrate(
     Raises:
       ValueError: if the state does not belong to an optimizer like ``tx``, or has no leaf of the parameters; if a leaf
         is gone beside a new one of its shape that neither ``rename`` nor ``reset`` names; if a name or a pattern
-        applies to nothing, or ``rows`` do not fit; if one array of the state is about several leaves
-        (``optax.flatten``) of which some change.
+        applies to nothing, or ``rows`` do not fit; if one array of the state is about several leaves of which some
+        change (``optax.flatten``).
       TypeError: if ``tx`` is not an optimizer, the state and the parameters are swapped, or an argument is of another
         type.
 

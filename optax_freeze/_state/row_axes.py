@@ -93,7 +93,7 @@ def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> tuple[list[Axes],
 
 def axes_of_moved(
     nodes: Sequence[Any], tx: Any, params: PyTree, resize: Mapping[str, Resized]
-) -> tuple[list[Axes], list[Axes], list[list[tuple[int, ...]]]] | None:
+) -> tuple[list[Any], list[Any], list[list[tuple[int, ...]]]] | None:
     """For each of the ``nodes`` of ``tx.init(params)`` the axes of the rows of leaves that had other rows before.
 
     ``resize`` says for each of these leaves how many more there were. Returns the axes now and
@@ -105,7 +105,7 @@ def axes_of_moved(
         found = iter(jax.tree.leaves(init_shapes(tx, params, resize=now).state))
         return [[next(found) for _ in jax.tree.leaves(node)] for node in nodes]
 
-    def axes(before: bool) -> list[Axes]:
+    def axes(before: bool) -> list[Any]:
         base, *others = (shapes(more, before=before) for more in (0, 1, -1))
         differences = ([[*map(_first_difference, *pair)] for pair in zip(base, other, strict=True)] for other in others)
         return [

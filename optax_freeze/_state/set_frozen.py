@@ -1,14 +1,16 @@
 """Reads and sets which groups of :func:`optax_freeze.freeze_when` are frozen now."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 
-from optax_freeze._errors import described, message, refuse_no_mapping, value_error
+from optax_freeze._errors import described, is_array, message, refuse_no_mapping, value_error
 from optax_freeze._optimizer.conditions import Switch, refuse_no_bool
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
 from optax_freeze._optimizer.given_groups import group_name
@@ -24,7 +26,8 @@ def set_frozen(state: optax.OptState, groups: Mapping[Any, Any]) -> optax.OptSta
       state: from :func:`optax_freeze.freeze_when`, alone or inside another state (a chain, ``MultiSteps``, a train
         state).
       groups: a bool for each group to change, by the pattern that names it: True to freeze, False to unfreeze. The
-        groups of :func:`optax_freeze.each` are named by the paths of their leaves; ``fz.each`` sets all of them.
+        groups of :func:`optax_freeze.each` are named by the paths of their leaves; ``fz.each`` sets all of them. If
+        ``jax.vmap`` made the state, a bool is for all members, and an array of bools has one for each.
 
     Returns:
       The state with the groups set.
@@ -32,7 +35,7 @@ def set_frozen(state: optax.OptState, groups: Mapping[Any, Any]) -> optax.OptSta
     Raises:
       KeyError: if there is no group with this pattern; the message lists the groups.
       ValueError: if the group has a schedule, or the state has no groups.
-      TypeError, ValueError: if a value is not a single bool.
+      TypeError, ValueError: if a value is neither a single bool nor an array with one for each member.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
@@ -44,7 +47,8 @@ def set_frozen(state: optax.OptState, groups: Mapping[Any, Any]) -> optax.OptSta
     """
     fix = "name each group by its pattern: fz.set_frozen(state, {'encoder': True})"
     refuse_no_mapping("fz.set_frozen", groups, "{pattern: bool}", fix=fix)
-    plans = [node.plan for node in _states(state)]
+    states = _states(state)
+    plans = [node.plan for node in states]
     known = [each for plan in plans for each in zip(plan.names, plan.keys, plan.conditions, strict=True)]
     new = {}
     for key, value in groups.items():
@@ -63,13 +67,16 @@ def set_frozen(state: optax.OptState, groups: Mapping[Any, Any]) -> optax.OptSta
                     expected="a group that was given a bool in fz.freeze_when",
                     fix="in fz.freeze_when, give this group True or False instead of a condition",
                 )
-        refuse_no_bool(name, value, "fz.set_frozen", fix=f"fz.set_frozen(state, {{{key!r}: True}})")
+        if not _is_of_members(
+            value, [node.groups[each].condition_state for node in states for each in own & {*node.groups}]
+        ):
+            refuse_no_bool(name, value, "fz.set_frozen", fix=f"fz.set_frozen(state, {{{key!r}: True}})")
         new |= dict.fromkeys(own, value)
 
     def visit(node: Any) -> Any:
         groups = dict(node.groups)
         for name in groups.keys() & new.keys():
-            switch = jax.tree.map(functools.partial(copy_like, new[name]), groups[name].condition_state)
+            switch = jax.tree.map(functools.partial(_switched, new[name]), groups[name].condition_state)
             groups[name] = groups[name]._replace(condition_state=switch)
         return node._replace(groups=groups)
 
@@ -84,7 +91,8 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
 
     Returns:
       A bool for each group, by the pattern that names it, or by the path of its leaf if it is one of
-      :func:`optax_freeze.each`; a traced bool inside a jitted function.
+      :func:`optax_freeze.each`; a traced bool inside a jitted function; an array with a bool for each member of a
+      state that ``jax.vmap`` made.
 
     Raises:
       ValueError: if there is no such state, or one without values; if two states have a group of the same name and only
@@ -98,9 +106,9 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
     """
     answers = {}
     for node in _states(state):
-        for name, frozen in frozen_groups(node).items():
-            frozen = frozen if isinstance(frozen, Tracer) else bool(frozen)
-            if isinstance(frozen, bool) and answers.get(name, frozen) is not frozen:
+        for name, frozen in _frozen_groups(node).items():
+            frozen = frozen if isinstance(frozen, Tracer) or np.shape(frozen) else bool(frozen)
+            if not isinstance(frozen, Tracer) and not np.array_equal(answers.get(name, frozen), frozen):
                 raise value_error(
                     "two groups have the same name, but only one is frozen",
                     at=name,
@@ -110,6 +118,33 @@ def currently_frozen(state: optax.OptState) -> dict[str, Any]:
                 )
             answers[name] = frozen
     return answers
+
+
+def _frozen_groups(node: FreezeWhenState) -> dict[str, Any]:
+    """Whether each group is frozen, of a state that may have axes of members."""
+    of_groups = {name: group.condition_state for name, group in node.groups.items()}
+
+    def frozen(step: Any, states: dict[str, Any]) -> dict[str, Any]:
+        groups = {name: group._replace(condition_state=states[name]) for name, group in node.groups.items()}
+        return frozen_groups(node._replace(step=step, groups=groups))
+
+    [step] = jax.tree.leaves(node.step)
+    if isinstance(step, jax.ShapeDtypeStruct):
+        return frozen_groups(node)
+    for _ in np.shape(step):
+        frozen = jax.vmap(frozen)
+    return frozen(node.step, of_groups)
+
+
+def _is_of_members(value: Any, switches: Sequence[Any]) -> bool:
+    """Whether a value has a bool for each member of a state with an axis of members."""
+    if not is_array(value) or value.dtype != np.bool_ or not value.shape:
+        return False
+    return all(value.shape == np.shape(switch) for switch in jax.tree.leaves(switches))
+
+
+def _switched(value: Any, switch: Any) -> Any:
+    return copy_like(jnp.broadcast_to(value, np.shape(switch)), switch)
 
 
 class _Text(str):

@@ -374,11 +374,29 @@ class TestSetFrozen:
     @pytest.mark.parametrize("frozen", [True, fz.unfreeze_at(3)])
     def test_a_state_without_one_value(self, params, frozen):
         init = fz.freeze_when(optax.sgd(0.1), {"head": frozen}).init
-        for state in (jax.eval_shape(init, params), jax.vmap(init)(jax.tree.map(lambda p: p[None], params))):
-            with pytest.raises(ValueError, match="does not say which groups are frozen"):
-                fz.currently_frozen(state)
+        shapes, members = jax.eval_shape(init, params), jax.vmap(init)(jax.tree.map(lambda p: p[None], params))
+        for state in (shapes, members):
             with pytest.raises(ValueError, match="does not say which groups are frozen"):
                 fz.spec_of(state)
+        with pytest.raises(ValueError, match="does not say which groups are frozen"):
+            fz.currently_frozen(shapes)
+
+    def test_members_of_an_ensemble(self, params):
+        members = jax.tree.map(lambda p: jnp.stack([p, p + 1, p + 2]), params)
+        tx = fz.freeze_when(optax.adam(0.1), {"head": False, "encoder": fz.unfreeze_at(1)})
+        step = jax.jit(jax.vmap(lambda grads, state, params: fz.update_params(tx, grads, state, params)))
+        state = fz.set_frozen(jax.vmap(tx.init)(members), {"head": np.array([False, True, False])})
+        new, state = step(members, state, members)
+        frozen = jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), fz.currently_frozen(state))
+        assert frozen == {"head": [False, True, False], "encoder": [False] * 3}
+        assert bits(jax.tree.map(lambda leaf: leaf[1], new["head"])) == bits(
+            jax.tree.map(lambda leaf: leaf[1], members["head"])
+        )
+        state = fz.set_frozen(state, {"head": True})
+        assert np.asarray(fz.currently_frozen(state)["head"]).tolist() == [True] * 3
+        for flags in (np.array([True, False]), np.zeros((3, 1), bool)):
+            with pytest.raises(ValueError, match=r"fz.set_frozen: expected a bool for the group\n  at: head"):
+                fz.set_frozen(state, {"head": flags})
 
 
 def test_a_clip_over_all_groups():

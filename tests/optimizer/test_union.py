@@ -32,6 +32,7 @@ def loss(params, ids):
 
 
 IDS = jnp.array([0, 1, 2, 3, 4, 5, 0])
+ADAM = optax.adam(0.1)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1))
 OTHERS = dict.fromkeys(("table", "encoder", "head"), True)
 PARTS = {
@@ -103,6 +104,16 @@ def test_updates_of_rows_are_a_part_of_the_rows_of_all_parts():
     assert isinstance(updates["encoder"], optax.MaskedNode)
 
 
+def test_numbers_without_a_gradient_stay():
+    params = {"number": 2.0, "other": 3.0, "kernel": jnp.ones(3)}
+    tx = fz.union(fz.freeze(ADAM, "kernel"), fz.freeze(optax.sgd(1.0), fz.all_except("kernel")))
+    state, grads = tx.init(params), {"number": None, "other": 1.0, "kernel": jnp.ones(3)}
+    updates, _ = tx.update(grads, state, params)
+    new = fz.apply_updates(params, updates)
+    assert (new["number"], bits(new["kernel"])) == (2.0, bits(jnp.zeros(3)))
+    assert new["other"] != 3.0
+
+
 def test_value_functions_see_what_earlier_parts_have_updated():
     params = make_params()
     specs = OTHERS | {"table": ~fz.rows([0, 1])}, OTHERS | {"table": ~fz.rows([5]), "encoder": False}
@@ -144,7 +155,7 @@ def test_groups_in_a_part_freeze_and_thaw():
 
 
 def test_the_fix_for_two_wrappers_in_a_chain_works():
-    params, a, b = make_params(), optax.adam(0.1), optax.sgd(0.1)
+    params, a, b = make_params(), ADAM, optax.sgd(0.1)
     chain = optax.chain(fz.freeze(a, ["table", "encoder"]), fz.freeze(b, ["head", "encoder"]))
     with pytest.raises(ValueError, match=r"fix: fz\.union\(fz\.freeze\(a, \.\.\.\), fz\.freeze\(b, \.\.\.\)\)"):
         chain.update(params, chain.init(params), params)
