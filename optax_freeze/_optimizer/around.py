@@ -6,6 +6,7 @@ train may be zeros.
 """
 
 import contextvars
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -35,6 +36,7 @@ _AROUND: contextvars.ContextVar[Around | None] = contextvars.ContextVar("around"
 def inside(around: Around | None, function: Callable[P, T]) -> Callable[P, T]:
     """A function that is called as the inner optimizer of a transformation, or, with None, as code of the user."""
 
+    @functools.wraps(function)  # Optax reads the names of the arguments of value functions
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         token = _AROUND.set(around)
         try:

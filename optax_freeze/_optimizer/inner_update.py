@@ -1,6 +1,10 @@
 """What an inner optimizer receives in an update, and where its results go: into updates or into new parameters."""
 
+<<<<<<< HEAD
 import dataclasses
+=======
+import functools
+>>>>>>> inner
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -284,7 +288,12 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
         def of_full(fn: Callable[..., Any]) -> Callable[..., Any]:
             """``fn``, called as code of the user with the containers of the parameters."""
             call = inside(None, fn)
-            return lambda full, *args, **kwargs: call(structure.unflatten(_tree.flatten(full)[0]), *args, **kwargs)
+
+            @functools.wraps(call)
+            def called(full: PyTree, *args: Any, **kwargs: Any) -> Any:
+                return call(structure.unflatten(_tree.flatten(full)[0]), *args, **kwargs)
+
+            return called
 
         of_params = {name: restrict(of_full(fn), rest) for name, fn in of_params.items()}
         if grad_fn := of_params.get("grad_fn"):
