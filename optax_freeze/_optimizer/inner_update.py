@@ -1,10 +1,7 @@
 """What an inner optimizer receives in an update, and where its results go: into updates or into new parameters."""
 
-<<<<<<< HEAD
 import dataclasses
-=======
 import functools
->>>>>>> inner
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
