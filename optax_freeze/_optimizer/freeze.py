@@ -19,7 +19,7 @@ from optax_freeze._optimizer.as_transformation import as_transformation, is_opti
 from optax_freeze._optimizer.called_trees import saying_what_optax_calls
 from optax_freeze._optimizer.init_with import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
-from optax_freeze._optimizer.kept_state import KeptState
+from optax_freeze._optimizer.kept_state import KeptState, refuse_part_of_kept
 from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
@@ -169,7 +169,8 @@ def freeze(
         warn_of_leaves(values, plan, plan, tied, stacklevel=2)
         for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
             if isinstance(value, Part) and selection.in_part:
-                refuse_other_leaf(value, leaf, selection.in_state, "params")
+                refuse_part_of_kept(value, leaf, selection)
+                refuse_other_leaf(value, leaf, selection, "params")
                 refuse_other_rows(value, selection, leaf.path, "params")
         masks = plan.copied_masks(values)
         has_masks = any(map(is_array, masks))

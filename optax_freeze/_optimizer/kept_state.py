@@ -15,9 +15,9 @@ from optax_freeze._optimizer.init_with import Init, eval_init
 from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._spec.indexing import gather, write
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import shape_of_part
+from optax_freeze._spec.selection import Selection, shape_of_part
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
-from optax_freeze._spec.tree import PyTree
+from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 OF_SEVERAL_STEPS = (
     optax.MultiStepsState,
@@ -117,6 +117,18 @@ class KeptRows(NamedTuple):
         array = array.astype(new.dtype)  # moments of bfloat16 parameters may become float32 in the first update
         put = lambda array, new: write(rows.axis, array, numbers, jax.lax.optimization_barrier(new))  # noqa: E731
         return with_sharding(explicit_sharding(array), put, array, new)
+
+
+def refuse_part_of_kept(part: Part, leaf: Leaf, selection: Selection) -> None:
+    """A ``ValueError`` if the rows of a leaf are given whose whole state is kept."""
+    if selection.keep_state:
+        raise value_error(
+            "keep_state: the state of all rows needs the whole leaf",
+            at=leaf.path,
+            got=f"a Part of shape {part.shape}",
+            expected=f"an array of shape {leaf.shape}",
+            fix="tx.init(params), with the full parameters",
+        )
 
 
 def _shape(plan: Plan, i: int, count: int | None) -> tuple[int, ...]:

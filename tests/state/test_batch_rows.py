@@ -181,6 +181,45 @@ def of_dense(params, batches=BATCHES):
     return params, tx, state
 
 
+@pytest.mark.parametrize("full_updates", [True, False])
+def test_in_a_loop_of_ones_own(full_updates):
+    tx = fz.freeze(optax.adam(0.1), SPEC, full_updates=full_updates)
+
+    @jax.jit
+    def step(params, state, ids, y):
+        state = fz.replace_masks(state, tx, params, {"table": ~fz.rows(ids)})
+        updates, state = tx.update(fz.grad(loss, fz.spec_of(state))(params, ids, y), state, params)
+        return fz.apply_updates(params, updates, fz.spec_of(state)), state
+
+    params, state = init(), tx.init(init())
+    for ids, y in BATCHES:
+        params, state = step(params, state, jnp.array(ids), y)
+    assert_equal_up_to_rounding(
+        (params, jax.tree.leaves(state)), (trained(tx, init())[0], jax.tree.leaves(trained(tx, init())[1]))
+    )
+
+
+def test_in_a_scan_for_many_models_in_a_group_and_beside_other_rows():
+    params = {**init(), "layers": jnp.ones((6, 2))}
+    of_table = fz.freeze(optax.adam(0.1), {"table": kept(), "head": False, "layers": ~fz.rows(jnp.array([1]))})
+    tx = optax.partition({"a": of_table, "b": optax.sgd(0.1)}, {"table": "a", "head": "b", "layers": "a"})
+    with_layers = lambda params, ids, y: loss(params, ids, y) + jnp.sum(params["layers"] ** 2)  # noqa: E731
+    ids, ys = (jnp.array(each) for each in zip(*BATCHES, strict=True))
+    step = step_of(tx, with_layers)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, 0, None))
+    def run(params, state, batches):
+        return jax.lax.scan(lambda carry, batch: (step(*carry, *batch)[:2], None), (params, state), batches)[0]
+
+    two = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+    got, _ = run(two, jax.vmap(tx.init)(two), (ids, ys))
+    expected, new = trained(tx, params, loss=with_layers)
+    assert_equal_up_to_rounding(jax.tree.map(lambda x: x[1], got), expected)
+    other = fz.replace_masks(new, tx, expected, {"layers": ~fz.rows(jnp.array([2]))})
+    assert bits(optax.tree.get(other, "mu")["table"]) == bits(optax.tree.get(new, "mu")["table"])
+
+
 class TestTheState:
     def test_replace_masks_changes_the_numbers_alone(self, compiled):
         params, state = trained(ADAM, init())
