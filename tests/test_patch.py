@@ -299,3 +299,12 @@ def test_without_safetensors(tmp_path, monkeypatch):
             call()
     assert list(tmp_path.iterdir()) == []
     assert bits(patch.apply(BASE, patch.take(TUNED, SPEC))) == bits(TUNED)
+
+
+def test_rows_that_keep_their_state_leave_as_a_whole_leaf():
+    """Other rows train in each step, so the whole table has changed."""
+    params = {"table": jnp.arange(8.0).reshape(4, 2), "body": jnp.ones(2)}
+    frozen = {"table": ~fz.rows(jnp.array([1]), keep_state=True), "body": True}
+    found = patch.take(params, frozen)
+    assert found.tensors.keys() == {"table"}
+    assert bits(patch.apply({**params, "table": jnp.zeros((4, 2))}, found)) == bits(params)

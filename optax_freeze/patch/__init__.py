@@ -64,7 +64,7 @@ def take(params: PyTree, frozen: Spec, *, rename: Mapping[str, str] | None = Non
       Array([1., 2., 2.], dtype=float32)
     """
     _refuse_half_a_tree(params)
-    plan = make_plan(params, frozen, tied=tied)
+    plan = make_plan(params, frozen, tied=tied).in_state
     plan.refuse_all_frozen("there is nothing to take", frozen)
     values = _tree.flatten(params)[0]
     for leaf, value, selection in zip(plan.leaves, values, plan.selections, strict=True):
