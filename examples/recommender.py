@@ -41,10 +41,10 @@ def rowwise_adagrad(learning_rate: float) -> optax.GradientTransformation:
     def init(params: Any) -> Any:
         return jax.tree.map(lambda p: jnp.zeros((len(p), 1), p.dtype), params)
 
-    def update(grads: Any, sums: Any, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         del params
-        sums = jax.tree.map(lambda s, g: s + jnp.mean(g**2, axis=1, keepdims=True), sums, grads)
-        return jax.tree.map(lambda g, s: -learning_rate * g / (jnp.sqrt(s) + 1e-10), grads, sums), sums
+        state = jax.tree.map(lambda s, g: s + jnp.mean(g**2, axis=1, keepdims=True), state, updates)
+        return jax.tree.map(lambda g, s: -learning_rate * g / (jnp.sqrt(s) + 1e-10), updates, state), state
 
     return optax.GradientTransformation(init, update)
 
@@ -104,8 +104,8 @@ def main() -> None:
     for name, optimizer in OPTIMIZERS.items():
         for way in ("dense", "rows of the batch"):
             params = init(args.users, args.items)
-            by_rows = lambda *given: rows_of_the_batch(loss, *given, args.batch)  # noqa: E731
-            state, step = (dense if way == "dense" else by_rows)(optimizer, params)
+            by_rows = rows_of_the_batch(loss, optimizer, params, args.batch)
+            state, step = dense(optimizer, params) if way == "dense" else by_rows
             compiled: Any = step.lower(params, state, *batches[0]).compile()
             seconds, curve = [], []
             for i, batch in enumerate(batches, 1):
