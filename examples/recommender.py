@@ -104,8 +104,8 @@ def main() -> None:
     for name, optimizer in OPTIMIZERS.items():
         for way in ("dense", "rows of the batch"):
             params = init(args.users, args.items)
-            by_rows = lambda optimizer, params: rows_of_the_batch(loss, optimizer, params, args.batch)  # noqa: E731
-            state, step = (dense if way == "dense" else by_rows)(optimizer, params)
+            by_rows = rows_of_the_batch(loss, optimizer, params, args.batch)
+            state, step = dense(optimizer, params) if way == "dense" else by_rows
             compiled: Any = step.lower(params, state, *batches[0]).compile()
             seconds, curve = [], []
             for i, batch in enumerate(batches, 1):

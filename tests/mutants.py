@@ -763,8 +763,35 @@ _BY_FILE = {
     ("_spec/indexing.py", "tests/state/test_dynamic_rows.py"): [
         ("jnp.full(count, chosen.size)", "jnp.zeros(count, jnp.int32)", "-k given_twice"),
     ],
+    ("_optimizer/kept_state.py", "tests/state/test_batch_rows.py"): [
+        ('OF_SEVERAL_STEPS) or hasattr(node, "current_plan")', "OF_SEVERAL_STEPS)", "-k same_rows_in_several"),
+        ("count += count == size", "pass", "-k more_rows_than_the_leaf"),
+        ("if array.ndim != other.ndim or len(axes) != 1 or", "if False and", "-k 'lazy_self and flatten'"),
+        ("array = array.astype(new.dtype)", "pass", "-k bfloat16"),
+        (
+            "    if selection.keep_state:\n        raise",
+            "    if False:\n        raise",
+            "tests/test_errors.py -k frozen",
+        ),
+    ],
+    ("_state/batch_rows.py", "tests/state/test_batch_rows.py"): [
+        ("if inside.plan.kept:", "if False:", "-k multi_steps_around"),
+        ("if needed > selection.count:", "if False:", "-k too_many"),
+        ("min(ids[n].size, selection.size)", "ids[n].size", "-k number_that_is_enough"),
+    ],
+    ("_spec/row_numbers.py", "tests/state/test_batch_rows.py"): [
+        ("jnp.where(named < 0, named + size, named)", "named", "-k shape_and_dtype"),
+        ("(named >= 0) & (named < size)", "named < size", "-k shape_and_dtype"),
+    ],
+    ("_gradient/explain.py", "tests/gradient/test_explain.py"): [
+        ("if selection.keep_state else ()", "", "-k keep_their_state"),
+        (">= size)", ">= 0)", "-k keep_their_state"),
+    ],
+    ("_program/regions.py", "tests/state/test_batch_rows.py"): [
+        ("return wanted * self.count.bit_length() < size", "return False", "-k larger_table"),
+    ],
     ("_spec/row_numbers.py", "tests/state/test_dynamic_rows.py"): [
-        ("named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named", "pass", "-k given_twice"),
+        ("named.astype(jnp.int32) if named.dtype.itemsize < 4 else named", "named", "-k given_twice"),
         ("return array if is_concrete(array) else numbers", "return array", "-k outside_of_a_program"),
     ],
     ("_spec/masks.py", "tests/state/test_dynamic_rows.py"): [

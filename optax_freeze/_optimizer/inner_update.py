@@ -1,6 +1,5 @@
 """What an inner optimizer receives in an update, and where its results go: into updates or into new parameters."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -149,11 +148,8 @@ class Inner:
             return Lists(self._of_lists, opened(state, list), plan, state)
         tree_of = lambda own: jax.tree.unflatten(treedef, plan.full(dict(zip(plan.own, own, strict=True))))  # noqa: E731
         own = called_with(opened(state, tree_of) if of_group else state, plan, treedef)
-        if self._kept is None or not plan.kept:
-            return Trees(self._update, own, plan, state, of_group)
-        of_tree = plan if plan.treedef is not None else dataclasses.replace(plan, treedef=treedef)
-        rows = KeptRows(self._kept, of_tree, own)
-        return Trees(self._update, rows.read(), plan, state, of_group, rows)
+        rows = KeptRows(self._kept, plan.with_treedef(treedef), own) if self._kept is not None and plan.kept else None
+        return Trees(self._update, own if rows is None else rows.read(), plan, state, of_group, rows)
 
     def _of_lists(self, *args: Any) -> tuple[PyTree, PyTree]:
         is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))

@@ -86,6 +86,10 @@ class Plan:
             return self
         return dataclasses.replace(self, selections=tuple(selection.in_state for selection in self.selections))
 
+    def with_treedef(self, treedef: Any) -> "Plan":
+        """The plan, which has lost its treedef if it was unpickled."""
+        return self if self.treedef is not None else dataclasses.replace(self, treedef=treedef)
+
     @property
     def has_masks(self) -> bool:
         """Whether a state keeps an array for a selection."""

@@ -33,8 +33,7 @@ def trainable_rows(named: Any, size: int, count: int, inverted: bool) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # traced once for all leaves that are alike
 def _traced_trainable_rows(named: Any, size: int, count: int, inverted: bool) -> jax.Array:
-    named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named  # -1 plus the size must not overflow
-    trains = jnp.full(size, not inverted).at[named].set(inverted, mode="drop")
+    trains = jnp.full(size, not inverted).at[_wide(named)].set(inverted, mode="drop")
     return numbers_where(trains, count).astype(jnp.int32)
 
 
@@ -45,11 +44,16 @@ def rows_named(named: Any, size: int, count: int) -> jax.Array:
     Negative numbers count from the end. If fewer than ``count`` of ``size`` rows are named, numbers that are not rows
     follow, from ``size`` on. It sorts what is given, and does not make an array with an entry for each row.
     """
-    named = named.astype(jnp.int32) if named.dtype.itemsize < 4 else named
-    named = jnp.where(named < 0, named + size, named).ravel()
+    named = _wide(named).ravel()
+    named = jnp.where(named < 0, named + size, named)
     named = jnp.where((named >= 0) & (named < size), named, size).astype(jnp.int32)
     numbers = jnp.unique(named, size=count, fill_value=size)
     return jnp.where(numbers < size, numbers, size + jnp.arange(count, dtype=jnp.int32))
+
+
+def _wide(named: Any) -> Any:
+    """Integers to which the number of rows can be added without an overflow."""
+    return named.astype(jnp.int32) if named.dtype.itemsize < 4 else named
 
 
 def fix_for(index: Any, axis: Any) -> str:

@@ -90,7 +90,14 @@ def test_every_optimizer_is_its_lazy_self(name):
     assert_equal_up_to_rounding((got[0], inner, got[2]), expected, roundings=64)
 
 
-@pytest.mark.parametrize("wrap", [lambda tx: optax.MultiSteps(tx, 2), lambda tx: optax.chain(tx, optax.apply_every(2))])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.chain(tx, optax.apply_every(2)),
+        lambda tx: fz.freeze(tx, {"table": False, "head": True}),
+    ],
+)
 def test_what_needs_the_same_rows_in_several_steps_is_refused(wrap):
     with pytest.raises(ValueError, match="keep_state"):
         fz.freeze(wrap(optax.adam(0.1)), SPEC).init(init())
