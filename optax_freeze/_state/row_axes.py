@@ -32,7 +32,9 @@ class Resized(NamedTuple):
     in_part: bool
 
     def whole(self, node: Any) -> Any:
-        """The shape of a leaf that trains as a whole."""
+        """The shape of a leaf that trains as a whole, or its ``Part``."""
+        if isinstance(node, Part):
+            return _longer(node, self.more)
         if self.in_part or not isinstance(node, jax.ShapeDtypeStruct):
             return node
         shape = tuple(n + self.more * (i == self.axis) for i, n in enumerate(node.shape))

@@ -96,6 +96,27 @@ def update(
     return optax.apply_updates(mine, updates), state
 
 
+def moved(owner: Owner, path: str, axis: int, rows: np.ndarray, old: Any) -> Owner:
+    """An owner of a leaf whose row i along an axis was ``rows[i]``, or is new if that is -1."""
+    if path not in owner.cuts:
+        return owner
+    its = owner.cuts[path]
+    is_new = np.expand_dims(rows < 0, tuple(i for i in range(np.ndim(old)) if i != axis))
+
+    def of_array(place: Place, array: Any) -> Any:
+        if place.param != path:
+            return array
+        if not place.address.endswith(path) or np.shape(array) != np.shape(its.take(old)):
+            return ANY
+        is_full = its.kind in ("whole", "dense")
+        full = array if is_full else its.put(jnp.zeros(np.shape(old), array.dtype), array)
+        return jnp.where(is_new, jnp.zeros((), array.dtype), jnp.take(full, np.maximum(rows, 0), axis))
+
+    cuts = owner.cuts | {path: Cut("dense", its.trains.take(np.maximum(rows, 0), axis) & ~is_new)}
+    arrays = [of_array(*each) for each in places(owner)]
+    return Owner(cuts, jax.tree.unflatten(jax.tree.structure(owner.state), arrays))
+
+
 class Place(NamedTuple):
     """Where an array of a state is: ``label`` of ``multi_transform``, the path without it, ``param`` in ``tree``."""
 
@@ -129,8 +150,11 @@ def carry(
     *,
     replaced: bool = False,
     is_plain: bool = False,
+    anew: Collection[str] = (),
 ) -> dict[str, Owner]:
     """The states of new owners with what survives of the old ones.
+
+    Leaves in ``anew`` begin anew as a whole.
 
     ``replaced``: each only from that of its name. ``is_plain``: an old state does not say which leaves it is of, so one
     without moments may be of any.
@@ -140,7 +164,10 @@ def carry(
         (name, place.label, place.address) for name in fresh for place, _ in places(fresh[name]) if place.param is None
     }
     scopes = {name: leaves_of(owner, owner.cuts) for name, owner in fresh.items()}
-    scopes_old = {name: leaves_of(owner, params if is_plain else owner.cuts) for name, owner in olds.items()}
+    scopes_old = {
+        name: {label: its - {*anew} for label, its in leaves_of(owner, params if is_plain else owner.cuts).items()}
+        for name, owner in olds.items()
+    }
     has_same_names = (len(fresh) > 1) == (
         len(olds) > 1
     )  # what has no group and an optimizer without groups are not one
@@ -250,6 +277,8 @@ def merged(
     """An array of a new state with what survives of that of an old one, and whether anything does."""
     leaf, now = params[place.param], owner.cuts[place.param]
     survives = bool((now.trains & before.trains).any())
+    if old is ANY:
+        return ANY, survives
     if now.equals(before):
         return old, True
     is_moment = place.address.endswith(place.param)  # and not one of several arrays, as of SM3
@@ -294,7 +323,7 @@ def axis_of_rows(tx: Any, owner: Owner, place: Place, params: dict[str, Any]) ->
         grads[place.param] = grads[place.param].at[row].multiply(factor)
         try:
             _, state = tx.update(grads, tx.init(part), part)
-        except (TypeError, ValueError, IndexError, jax.errors.JaxRuntimeError):
+        except (TypeError, ValueError, IndexError, DeprecationWarning, jax.errors.JaxRuntimeError):
             # It asks for more arguments, or refuses complex ones or scalars, as XLA may do.
             return ANY
         after.append(next(a for p, a in places(Owner(owner.cuts, state)) if p == place))

@@ -55,6 +55,7 @@ COMPOSED = {
 NAMES = [*COMPOSED, *sorted({*FOUND} - {"contrib.dpsgd", "flatten"})]
 REFUSED = (TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, NotImplementedError)
 REFUSED += (jax.errors.JaxRuntimeError,)  # of what XLA does not have
+REFUSED += (DeprecationWarning,)  # of complex gradients that `MultiSteps` makes real
 COMMON = ["schedule", "clip", "every 2", "labels", "momentum", "adafactor", "lion", "contrib.schedule_free_adamw"]
 
 
@@ -122,6 +123,9 @@ GROUPS = st.lists(
 ARRANGEMENTS = st.one_of(
     st.tuples(st.sampled_from(["plain", "freeze", "holes"]), st.lists(CHOICES, max_size=4)),
     st.tuples(st.sampled_from(["when", "coupled"]), GROUPS),
+    st.tuples(
+        st.just("union"), st.lists(st.one_of(st.integers(0, 2), CHOICES.filter(lambda c: c not in (0, 1))), max_size=4)
+    ),
 )
 
 
@@ -164,6 +168,8 @@ class Arranged:
         leaves = {path: leaf for path, leaf in params.items() if is_float(leaf)}
         if self.kind in ("when", "coupled"):
             self._groups(given, leaves)
+        elif self.kind == "union":
+            self._parts(given, leaves)
         else:
             self._spec(given, leaves)
 
@@ -184,6 +190,22 @@ class Arranged:
         self.tx = (
             self.inner if self.kind == "plain" else fz.freeze(self.inner, self.spec, full_updates=self.kind == "freeze")
         )
+
+    def _parts(self, given, leaves):
+        """Of each leaf one part trains all, or none does (2), or the first trains a cut and the second the rest."""
+        rules, self.cuts = ({}, {}), {"part 0": {}, "part 1": {}}
+        for path, choice in zip(sorted(leaves), [*given, *[0, 1] * 5], strict=False):
+            whole = Cut("whole", np.ones(leaves[path].shape, bool))
+            cut = whole if isinstance(choice, int) else cut_of(choice, leaves[path].shape)
+            of_parts = [cut if choice == n else None for n in range(2)]
+            if not isinstance(choice, int):
+                of_parts = [cut, None if cut.kind == "whole" else cut._replace(trains=~cut.trains)]
+            for n, its in enumerate(of_parts):
+                rules[n][path] = its is None if its is None or its.kind == "whole" else mask_of(choice, its)
+                self.cuts[f"part {n}"] |= {} if its is None else {path: its}
+        if not all(self.cuts.values()):
+            reject()
+        self.tx = fz.union(*(fz.freeze(self.inner, fz.rules(its)) for its in rules))
 
     def _groups(self, given, leaves):
         taken, groups, self.cuts = {}, {}, {}
@@ -241,6 +263,9 @@ class Arranged:
         """The states of the owners in that of the library."""
         if self.kind in ("when", "coupled"):
             return {**{name: group.inner_state for name, group in state.groups.items()}, "": state.ungrouped_state}
+        if self.kind == "union":
+            trained = (part.inner_state.inner_states["trainable"] for part in state.parts)
+            return {f"part {n}": each.inner_state for n, each in enumerate(trained)}
         return {"": state if self.kind == "plain" else state.inner_state.inner_states["trainable"].inner_state}
 
 
@@ -294,6 +319,9 @@ class Training(RuleBasedStateMachine):
         return nested(self.params)
 
     def arrange(self, arrangement):
+        if arrangement[0] == "union" and self.extra:  # a later part sees what an earlier one has updated
+            reject()
+        self.arrangement = arrangement
         self.its = Arranged(self.inner, arrangement, self.params)
         self.traces, self.types, self.jitted = 0, set(), {}
         given = {name: c for name, c in self.its.conditions.items() if isinstance(c, bool)}
@@ -474,6 +502,52 @@ class Training(RuleBasedStateMachine):
         self.state = fz.migrate(self.state, self.its.tx, self.its.own(self.tree))
         self.compare()
 
+    @rule(
+        how=st.sampled_from(["grow", "prune", "split", "reset rows", "reset"]),
+        number=st.integers(0, 3),
+        axis=st.integers(0, 1),
+        seed=st.integers(0, 3),
+    )
+    def change_the_model(self, how, number, axis, seed):
+        leaves = [path for path, x in sorted(self.params.items()) if is_float(x) and x.ndim and x.size > 1]
+        if not leaves:
+            reject()
+        path, rng = leaves[number % len(leaves)], np.random.default_rng(seed)
+        old = self.params[path]
+        axis = 0 if how in ("prune", "split") else axis % old.ndim
+        size = old.shape[axis]
+        rows = {
+            "grow": np.append(np.arange(size), [-1] * (seed + 1)),
+            "prune": np.flatnonzero(np.arange(size) != seed % size),
+            "split": np.append(np.arange(size), rng.integers(0, size, 2)),
+            "reset rows": np.where(np.arange(size) == seed % size, -1, np.arange(size)),
+            "reset": np.full(size, -1),
+        }[how]
+        held = {place.param for owner in self.owners.values() for place, _ in by_hand.places(owner)} - {None}
+        if how == "reset" and held <= {path}:
+            reject()  # then everything begins anew
+        fill = rng.normal(size=np.shape(rows)) if how == "grow" else np.zeros(len(rows))
+        fill = np.expand_dims(fill, tuple(i for i in range(old.ndim) if i != axis))
+        if "reset" not in how:
+            is_new = np.expand_dims(rows < 0, tuple(i for i in range(old.ndim) if i != axis))
+            self.params[path] = jnp.where(is_new, fill.astype(old.dtype), jnp.take(old, np.maximum(rows, 0), axis))
+        olds = {name: by_hand.moved(owner, path, axis, rows, old) for name, owner in self.owners.items()}
+        is_plain, given = self.its.kind == "plain", {}
+        self.arrange(self.arrangement)
+        fresh = {
+            name: self.by_hand(by_hand.init, self.inner, cuts, self.params) for name, cuts in self.its.cuts.items()
+        }
+        anew = {path} if how == "reset" else set()
+        self.owners = by_hand.carry(self.inner, fresh, olds, self.params, is_plain=is_plain, anew=anew)
+        if how in ("prune", "split"):
+            given["rows"] = {path: rows}
+        elif how == "reset rows":
+            given["reset"] = fz.rules({path: fz.rows([seed % size], axis)})
+        elif how == "reset":
+            given["reset"] = path
+        self.state = fz.migrate(self.state, self.its.tx, self.its.own(self.tree), **given)
+        self.compare()
+
     @precondition(lambda self: self.its.turning)
     @rule(shift=st.integers(0, 3), jit=BOOLS)
     def replace(self, shift, jit):
@@ -645,3 +719,15 @@ def test_an_optimizer_that_refuses_complex_numbers(name, leaves, axis):
     state = Training()
     state.init(name=name, leaves=leaves, arrangement=("plain", []), jit=False)
     state.migrate(arrangement=("plain", [("rows", axis, 1, "static")]))
+
+
+@pytest.mark.parametrize("how", ["grow", "prune", "split", "reset rows", "reset"])
+@pytest.mark.parametrize("kind", ["freeze", "plain", "union"])
+def test_a_model_that_changes(kind, how):
+    given = [("rows", 0, 5, "static"), ("rows", 1, 1, "static"), False] if kind != "union" else [("dense", 1), 1, 0]
+    state = Training()
+    state.init(name="schedule", leaves="abd", arrangement=(kind, given), jit=False)
+    state.step(compiled="eager", seed=0, way="update")
+    for number in range(3):
+        state.change_the_model(how=how, number=number, axis=1, seed=1)
+    state.step(compiled="eager", seed=0, way="update_params")
