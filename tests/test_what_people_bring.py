@@ -28,7 +28,7 @@ from test_package import OUTER, PUBLIC
 
 import optax_freeze as fz
 import optax_freeze.nnx as fnnx
-from optax_freeze import checkpoint, features
+from optax_freeze import checkpoint, features, patch
 
 HEAD = jnp.arange(6.0).reshape(3, 2) / 10 - 0.2
 BIAS = jnp.array([0.1, -0.3, 0.2])
@@ -206,6 +206,11 @@ def saved(case):
     return checkpoint.restore(case.directory, case.tree, opt_state=case.tx.init(case.tree))
 
 
+def patched(case):
+    patch.save(case.directory, case.tree, case.spec)
+    return [*patch.load(case.directory).tensors.values()]
+
+
 def written(case):
     once = fz.precompute(loss_of_layers, case.spec, example_axis=0)
     features.write(case.directory, once, case.tree, [X, X + 1], progress=False)
@@ -294,6 +299,10 @@ FUNCTIONS: dict[str, Callable[[Case], Any]] = {
     "audit_step": lambda case: of_audit(
         fz.audit_step(stepped, [case.tree], X[0, 0], params=lambda state: state[0], frozen=case.spec, steps=1)
     ),
+    "union": lambda case: trained(case, fz.union(case.tx, fz.freeze(optax.sgd(0.1), fz.all_except(case.paths[1])))),
+    "patch.take": lambda case: [*patch.take(case.tree, case.spec).tensors.values()],
+    "patch.save": patched,
+    "patch.apply": lambda case: patch.apply(case.tree, patch.take(trained(case, case.tx, steps=1)[0], case.spec)),
     "checkpoint.save": saved,
     "features.write": written,
 }
@@ -365,11 +374,12 @@ def test_a_function_of_nnx_modules_refuses_others(name, container):
 
 
 NO_PARAMETERS = {
-    **dict.fromkeys(["Part", "FreezeWarning", "checkpoint.Saving", "nnx.FrozenParam"], "a type"),
+    **dict.fromkeys(["Part", "FreezeWarning", "checkpoint.Saving", "nnx.FrozenParam", "patch.Patch"], "a type"),
     **dict.fromkeys(["freeze_at", "unfreeze_at", "alternate", "gradual_unfreeze"], "conditions by the step"),
     "rules": "the spec of every case",
     **dict.fromkeys(["linen.Frozen", "linen.freeze_variables", "linen.frozen_mask"], "of Linen modules"),
     "checkpoint.latest_step": "of a directory",
+    **dict.fromkeys(["costs", "nnx.costs"], "each case would compile a step: tests/report/test_costs.py"),
 }
 
 
@@ -381,6 +391,6 @@ def test_every_public_function_is_tried():
         for key, value in vars(module).items()
         if getattr(value, "__module__", "") == module.__name__ and not key.startswith("_")
     }
-    tried = {*FUNCTIONS, *(f"nnx.{name}" for name in ON_MODULES), "checkpoint.restore", "features.read"}
+    tried = {*FUNCTIONS, *(f"nnx.{name}" for name in ON_MODULES), "checkpoint.restore", "features.read", "patch.load"}
     assert tried | NO_PARAMETERS.keys() == {*PUBLIC, *outer}
     assert not tried & NO_PARAMETERS.keys()
