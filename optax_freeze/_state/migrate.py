@@ -20,6 +20,7 @@ from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.init_with import each_once
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fold import fold
+from optax_freeze._spec.prefix_tree import is_above
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.carry import Carry
@@ -282,7 +283,9 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], before: Leav
     """
     trains = {entry.leaf for entry in new if entry.arrays}
     held = [entry for entry in old if entry.leaf is not None and entry.arrays]
-    if held and trains - {None} and not before.kept and not by_type:
+    # A moment of a complex leaf may consist of two arrays, with paths below that of the leaf.
+    is_within = any(is_above(path, str(entry.leaf)) for path in trains if path is not None for entry in held)
+    if held and trains - {None} and not before.kept and not by_type and not is_within:
         raise no_fit(held[0], "no leaf in common with the parameters")
     groups = {entry.scope.names for entry in new}
     stateless = all(entry.optional for entry in new)

@@ -93,7 +93,7 @@ def read(where: str) -> tuple[list[LeafRecord], dict[str, str], dict[str, np.nda
     digests = {name: field.text() for name, field in record["tensors"].entries().items()}
     if {*found} != {*digests}:
         raise damaged("the tensors", described(sorted(found)), described(sorted(digests)))
-    tensors = {name: _array(tensor) for name, tensor in found.items()}
+    tensors = {name: _array(found[name]) for name in sorted(found)}
     _refuse_other_tensors(leaves, names, tensors, damaged)
     differ = [name for name, array in tensors.items() if _digest(array) != digests[name]]
     if differ:

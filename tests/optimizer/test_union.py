@@ -257,3 +257,23 @@ def test_parts_that_overlap_are_refused_in_init(choices):
     for init in (tx.init, jax.jit(tx.init)):
         with pytest.raises(ValueError, match=r"two parts of fz.union train the same elements\n  at: table"):
             init(make_params())
+
+
+def test_a_part_whose_rows_keep_their_state():
+    """It trains as alone; another part that trains the table is refused."""
+    params = {"table": jnp.arange(12.0).reshape(6, 2), "head": jnp.ones(2)}
+    rows = {"table": ~fz.rows(jnp.arange(2), keep_state=True), "head": True}
+    loss = lambda p, ids: jnp.sum(jnp.tanh(p["table"][ids] * p["head"]))  # noqa: E731
+    alone = fz.freeze(optax.adam(0.1), rows)
+    both = fz.union(alone, fz.freeze(optax.sgd(0.1), {"table": True, "head": False}))
+    results = []
+    for tx in (alone, both):
+        new, state = params, tx.init(params)
+        for ids in ([1, 4], [0, 4]):
+            step = fz.train_step(loss, tx, rows={"table": lambda ids: ids})
+            new, state, _ = step({**new, "head": params["head"]}, state, jnp.array(ids))
+        results.append(new)
+    assert bits(results[0]["table"]) == bits(results[1]["table"])
+    assert bits(results[1]["head"]) != bits(params["head"])
+    with pytest.raises(ValueError, match=r"two parts of fz.union train the same elements\n  at: table"):
+        fz.union(alone, fz.freeze(optax.sgd(0.1), {"table": fz.rows([0, 1]), "head": True})).init(params)
