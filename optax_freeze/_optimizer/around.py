@@ -87,13 +87,12 @@ def refuse_updates_of_another(updates: PyTree, differs: Callable[[Any], bool]) -
 
     ``differs(spec)`` tells whether a spec is another one.
     """
-    pairs = jax.tree_util.tree_leaves_with_path(updates) if _RETURNED else []
-    for path, array in pairs:
+    for i, array in enumerate(jax.tree.leaves(updates) if _RETURNED else ()):
         spec = _RETURNED.get(array)
         if spec is not None and differs(spec):
             raise value_error(
                 "two freezing transformations in a chain: each sets to zero what the other trains",
-                at=_tree.keystr(path),
+                at=_tree.keystr(jax.tree_util.tree_leaves_with_path(updates)[i][0]),
                 got="the updates that another fz.freeze, fz.freeze_when or fz.union, with another spec, has returned",
                 expected="gradients",
                 fix="fz.union(fz.freeze(a, ...), fz.freeze(b, ...)), or one fz.freeze around all of it: "

@@ -10,7 +10,7 @@ An array with other axes stands alone in place of a box, too; an optimizer is ca
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,15 +62,8 @@ def stored_state(state: PyTree, plan: Plan, params: PyTree) -> PyTree:
     """A state as it is stored, which an optimizer has made for ``params``; it may have made holes of its own."""
     if not (plan.variables or plan.boxed):
         return state
-    parameters, structure = _tree.flatten(params, _is_node)
-
-    def is_like_params(node: Any) -> bool:
-        return type(node) is type(params) and _tree.flatten(node, _is_node)[1] == structure
-
-    def place(node: Any) -> Any:
-        return _stored(plan, node, parameters) if is_like_params(node) else node
-
-    return jax.tree.map(place, state, is_leaf=lambda node: _is_node(node) or is_like_params(node))
+    parameters = _tree.flatten(params, _is_node)[0]
+    return _map_trees(lambda tree: _stored(plan, tree, parameters), state, params)
 
 
 def values_in(tree: PyTree, plan: Plan) -> PyTree:
@@ -85,16 +78,11 @@ def called_with(state: PyTree, plan: Plan, treedef: Any) -> PyTree:
     params = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     boxes, structure = _tree.flatten(params, _is_node)
 
-    def boxed(node: Any) -> Any:
-        if not is_like_params(node):
-            return node
-        pairs = zip(_tree.flatten(node, _is_node)[0], boxes, strict=True)
+    def boxed(tree: PyTree) -> PyTree:
+        pairs = zip(_tree.flatten(tree, _is_node)[0], boxes, strict=True)
         return structure.unflatten([jax.tree.map(lambda _, x=x: x, b) if is_array(x) else x for x, b in pairs])
 
-    def is_like_params(node: Any) -> bool:
-        return type(node) is type(params) and _tree.flatten(node, _is_node)[1] == structure
-
-    return jax.tree.map(boxed, state, is_leaf=lambda node: _is_node(node) or is_like_params(node))
+    return _map_trees(boxed, state, params)
 
 
 def as_before(state: PyTree, like: PyTree, called: PyTree, plan: Plan) -> PyTree:
@@ -102,6 +90,17 @@ def as_before(state: PyTree, like: PyTree, called: PyTree, plan: Plan) -> PyTree
     if not (plan.variables or plan.boxed) or jax.tree.structure(called) != jax.tree.structure(state):
         return state
     return jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state))
+
+
+def _map_trees(change: Callable[[PyTree], PyTree], state: PyTree, params: PyTree) -> PyTree:
+    """A state with ``change(tree)`` in place of each tree that has the structure of the parameters."""
+    structure = _tree.flatten(params, _is_node)[1]
+
+    def is_like_params(node: Any) -> bool:
+        return type(node) is type(params) and _tree.flatten(node, _is_node)[1] == structure
+
+    changed = lambda node: change(node) if is_like_params(node) else node  # noqa: E731
+    return jax.tree.map(changed, state, is_leaf=lambda node: _is_node(node) or is_like_params(node))
 
 
 def _is_node(node: Any) -> bool:

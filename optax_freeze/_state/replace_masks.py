@@ -102,8 +102,7 @@ def replace_masks(
         if isinstance(selection, DynamicRowIndex) or (isinstance(selection, DenseMask) and isinstance(each, Plan))
     }
     new = {path: masks[key] for path, key in _matched(masks, list(leaves.values()), with_mask).items()}
-    for path in new:
-        _refuse_several_parts(path, state)
+    _refuse_several_parts(new, state)
     kept = {each.leaves[i].path: (each, i) for each in plans if isinstance(each, Plan) for i in each.kept}
     of_kept = {path: its for path, its in kept.items() if path in new}
     numbers = {path: _new_array(new[path], each.leaves[i], each.selections[i]) for path, (each, i) in of_kept.items()}
@@ -128,18 +127,22 @@ def replace_masks(
     return with_rows(replaced, numbers)
 
 
-def _refuse_several_parts(path: str, state: PyTree) -> None:
+def _refuse_several_parts(paths: Collection[str], state: PyTree) -> None:
     """A ``ValueError`` if several parts of a ``fz.union`` train a leaf: a new mask in one could reach into another."""
     for _, union in outermost_states(state, UnionState):
-        owners = [n for n, part in enumerate(union.parts) for i in part.plan.own if part.plan.leaves[i].path == path]
-        if len(owners) > 1:
-            raise value_error(
-                "a leaf that several parts of fz.union train cannot get another mask",
-                at=path,
-                got=f"a mask for a leaf of the parts {owners}",
-                expected="a leaf that one part trains",
-                fix="create the fz.union with other masks, then state = fz.migrate(state, tx, params)",
-            )
+        owners: dict[str, list[int]] = {path: [] for path in paths}
+        for n, part in enumerate(union.parts):
+            for path in owners.keys() & {part.plan.leaves[i].path for i in part.plan.own}:
+                owners[path].append(n)
+        for path, parts in owners.items():
+            if len(parts) > 1:
+                raise value_error(
+                    "a leaf that several parts of fz.union train cannot get another mask",
+                    at=path,
+                    got=f"a mask for a leaf of the parts {parts}",
+                    expected="a leaf that one part trains",
+                    fix="create the fz.union with other masks, then state = fz.migrate(state, tx, params)",
+                )
 
 
 def _new_arrays(plans: Plan | GroupPlans, old: Any, new: Mapping[str, Any]) -> list[Any]:
