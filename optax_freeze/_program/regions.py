@@ -323,7 +323,16 @@ class DynamicRows(_SomeRows):
     def joined(self, array: Any, size: int) -> Any:
         if not self._is_clamped:
             return array
-        return DynamicRows(self.axis, self.find(self.indices, size)[0], (("clamped", self.count),)).take(array)
+        return DynamicRows(self.axis, self._last_equal(size), (("clamped", self.count),)).take(array)
+
+    def _last_equal(self, size: int) -> jax.Array:
+        """For each row the position of the last one that has its number."""
+        numbers = self.indices
+        if any(name not in ("shifted", "clamped") for name, *_ in self.steps):
+            return self.find(numbers, size)[0]
+        first, last = numbers == numbers[:1], numbers == numbers[-1:]  # only clamped numbers are equal: at both ends
+        positions = jnp.where(first, jnp.sum(first) - 1, jnp.arange(self.count))
+        return jnp.where(last, self.count - 1, positions).astype(jnp.int32)
 
     def __repr__(self) -> str:
         return f"DynamicRows({self.axis}, {self.numbers}, {self.steps})"
