@@ -126,13 +126,13 @@ def main() -> None:
     users, items = map(len, read.values())
     console.print(f"{users:,} users and {items:,} items were read; no bit of the other rows changed")
 
-    axes = (figure := Figure(figsize=(8, 3.5), layout="constrained")).subplots()
+    axes = (figure := Figure(figsize=(8, 3.8), layout="constrained")).subplots()
     for (name, way), curve in curves.items():
         line, color = "--" if way == "dense" else "-", f"C{[*OPTIMIZERS].index(name)}"
         axes.plot(*curve.T, line, color=color, label=f"{name}, {way}")
     axes.set(xlabel="seconds of training", ylabel="held-out error", xscale="log")
     axes.set_title(f"{args.users + args.items:,} rows, {args.batch:,} of each table a batch")
-    axes.legend(loc="lower left")
+    figure.legend(loc="outside lower center", ncols=4)
     figure.savefig(args.picture, dpi=100)
 
 
