@@ -132,7 +132,7 @@ def main() -> None:
         axes.plot(*curve.T, line, color=color, label=f"{name}, {way}")
     axes.set(xlabel="seconds of training", ylabel="held-out error", xscale="log")
     axes.set_title(f"{args.users + args.items:,} rows, {args.batch:,} of each table a batch")
-    figure.legend(loc="outside lower center", ncols=4)
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(args.picture, dpi=100)
 
 
