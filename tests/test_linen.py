@@ -749,22 +749,11 @@ PATHS = ["Dense_0/bias", "Dense_0/kernel", "value/bias", "value/kernel"]
 
 def test_a_box_adds_nothing_to_a_path():
     _, params, _ = boxed_model()
-    seen = []
-    specs = (
-        "**/kernel",
-        fz.regex(".*/kernel"),
-        fz.where(lambda path, leaf: seen.append(path) or path.endswith("kernel")),
-    )
-    for spec in (*specs, {"Dense_0": {"kernel": True, "bias": False}, "value": {"kernel": True, "bias": False}}):
+    for spec in ("**/kernel", {"Dense_0": {"kernel": True, "bias": False}, "value": {"kernel": True, "bias": False}}):
         resolved = fz.resolve(params, spec)
         assert jax.tree.structure(resolved) == jax.tree.structure(params)
         assert jax.tree.leaves(resolved) == [False, True, False, True]
-    assert seen == [row.path for row in fz.summary(params, True).rows] == PATHS
-    rates = fz.layerwise_decay(["value", "Dense_0/kernel", "Dense_0/bias"], base=1.0, factor=0.5)
-    labels = fz.labels_by_path(rates)(params)
-    assert jax.tree.leaves(labels) == [0.25, 0.5, 1.0, 1.0]
-    groups = fz.freeze_when(optax.sgd(0.1), {fz.each("**/kernel"): fz.unfreeze_at(1)}).init(params)
-    assert fz.currently_frozen(groups) == {"Dense_0/kernel": True, "value/kernel": True}
+    assert [row.path for row in fz.summary(params, True).rows] == PATHS
     nested = {"value": Box({"value": jnp.ones(2), "w": Box(Box(jnp.ones(2)))}), "hole": Box(optax.MaskedNode())}
     assert fz.resolve(nested, "value/w")["value"].content["w"].content.content is True
     assert [row.path for row in fz.summary(nested, "hole").rows if row.shape] == ["value/value", "value/w"]
@@ -772,7 +761,7 @@ def test_a_box_adds_nothing_to_a_path():
     assert jax.tree.leaves(fz.resolve(nnx.state(nnx.Linear(1, 1, rngs=nnx.Rngs(0))), "kernel")) == [False, True]
 
 
-@pytest.mark.parametrize("kernel", [True, fz.rows([0]), fz.elements(jnp.eye(4) > 0, compact=True), jnp.eye(4) > 0])
+@pytest.mark.parametrize("kernel", [fz.rows([0]), jnp.eye(4) > 0])
 def test_checks_and_files_of_boxed_and_unboxed_parameters_fit_each_other(kernel, tmp_path):
     model, *both = boxed_model()
     frozen = fz.rules({"Dense_0/kernel": kernel, "value/bias": True})
