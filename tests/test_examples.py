@@ -244,9 +244,8 @@ def test_new_token_rows(run):
     assert int(re.search(r"([\d,]+) characters of text", output)[1].replace(",", "")) > 50_000
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_last_layers_of_a_scanned_transformer(run):
-    output = run("last_layers_of_a_scanned_transformer", "--steps", 20)
+    output = run("last_layers_of_a_scanned_transformer", "--steps", 8)
     before, after = numbers(output, "held-out loss")
     assert after < before
     for name in ("a step", "optimizer state"):
@@ -257,9 +256,8 @@ def test_last_layers_of_a_scanned_transformer(run):
     assert "everything is computed by" not in output
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_lisa(run, tmp_path):
-    output = run("lisa", "--steps", 20, "--picture", tmp_path / "losses.png")
+    output = run("lisa", "--steps", 10, "--picture", tmp_path / "losses.png")
     (before,) = numbers(output, "before")
     figures = [numbers(output, name) for name in ("AdamW of everything", "LISA", "the last two layers")]
     assert all(loss < before for loss, *_ in figures)
@@ -268,7 +266,6 @@ def test_lisa(run, tmp_path):
     assert (tmp_path / "losses.png").stat().st_size > 5000
 
 
-@pytest.mark.usefixtures("as_users_compile")
 def test_finetune_beyond_memory(run):
     output = run("finetune_beyond_memory")
     gib = {tuple(line.split()[1:4:2]): line.split()[5::2] for line in output.splitlines() if re.match(r"│ \d+B ", line)}
