@@ -232,17 +232,15 @@ def test_a_gpu_is_busy_while_any_of_its_streams_is():
     assert measure.busy_seconds(profile) == pytest.approx((15 + 10 + 50) / 1e9)
 
 
-@pytest.mark.parametrize("arguments", [["--tiny"], []])
-def test_the_gpu_benchmark_runs(arguments):
+def test_the_gpu_benchmark_runs():
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     if jax.__version_info__ < (0, 12):
         flags += " --xla_cpu_use_fusion_emitters=false"
     run = subprocess.run(
-        [sys.executable, "-W", "error", SCRIPTS / "gpu.py", *arguments],
+        [sys.executable, "-W", "error", SCRIPTS / "gpu.py", "--tiny"],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=True,
     )
-    shown = "fz.grad, the model unchanged" if arguments else "No GPU was at hand."
-    assert shown in run.stdout
+    assert "fz.grad, the model unchanged" in run.stdout

@@ -3,8 +3,6 @@
 Others are tested with the function that they concern.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,83 +154,6 @@ def test_23_a_transformation_after_the_freeze_moves_frozen_leaves():
         optax.chain(fz.freeze(optax.sgd(0.1), "a"), *after, fz.masked_zero_updates("a")),
     ):
         assert bits(step(tx, params, params)[0]["a"]) == bits(params["a"])
-
-
-def flops_and_temporaries(fn, *args, donate=(0, 1)):
-    compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
-    return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.parametrize("outside", [lambda tx, _: tx, optax.MultiSteps, optax.apply_if_finite])
-def test_24_and_32_the_backward_pass_runs_for_frozen_layers(outside):
-    """With the clip, the accumulation or the check outside, all layers are differentiated: twice the FLOPs."""
-    params = {f"layer_{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(6)}
-    x = jax.ShapeDtypeStruct((128, 64), jnp.float32)
-    frozen = fz.all_except("layer_5")
-
-    def loss(params, x):
-        for name in sorted(params):
-            x = jnp.tanh(x @ params[name])
-        return jnp.mean(x**2)
-
-    clip, adam = optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
-    tx = outside(optax.chain(clip, adam), 4)
-
-    def by_hand(t, s, rest, x):
-        updates, s = tx.update(jax.grad(lambda t: loss({**rest, **t}, x))(t), s, t)
-        return optax.apply_updates(t, updates), s
-
-    def with_fz(tx, p, s, x):
-        updates, s = tx.update(fz.grad(loss, frozen)(p, x), s, p)
-        return fz.apply_updates(p, updates), s
-
-    others = dict(params)
-    trainable = {"layer_5": others.pop("layer_5")}
-    optimum = flops_and_temporaries(by_hand, trainable, jax.eval_shape(tx.init, trainable), others, x)
-    split = outside(optax.chain(clip, fz.freeze(adam, frozen, full_updates=False)), 4)
-    for frozen_tx, held in ((split, fz.partition(params, frozen)[0]), (fz.freeze(tx, frozen), params)):
-        state = jax.eval_shape(frozen_tx.init, held)
-        flops, temporaries = flops_and_temporaries(functools.partial(with_fz, frozen_tx), params, state, x)
-        assert flops <= 1.01 * optimum[0]
-        assert temporaries <= 1.02 * optimum[1] + 1024
-    assert flops_and_temporaries(jax.grad(loss), params, x, donate=())[0] > 1.9 * flops
-
-
-def test_28_a_mask_becomes_a_constant_of_the_program():
-    """A dense 512 x 512 mask closed over makes as many bytes of program and executable."""
-    shape = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    for tx in (fz.masked_zero_updates, functools.partial(fz.freeze, optax.adamw(0.1))):
-        tx = tx(np.ones((512, 512), bool))
-        lowered = jax.jit(tx.update).lower(shape, jax.eval_shape(tx.init, shape), shape)
-        assert len(lowered.as_text()) < 30_000
-        assert lowered.compile().memory_analysis().generated_code_size_in_bytes < 100_000
-
-
-def test_33_new_rows_of_an_embedding_cost_as_much_as_all():
-    """16 new rows of an embedding: the whole leaf and moments for all of it move in each step."""
-    vocabulary, width, new = 4096, 64, 16
-    sizes = {"embed": (vocabulary, width), "out": (width, width)}
-    shapes = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
-    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-
-    def loss(params, tokens):
-        return jnp.mean(jnp.tanh(params["embed"][tokens] @ params["out"]) ** 2)
-
-    def accessed(tx, apply_updates):
-        def step(params, state, tokens):
-            updates, state = tx.update(jax.grad(loss)(params, tokens), state, params)
-            return apply_updates(params, updates), state
-
-        state = jax.eval_shape(tx.init, shapes)
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, tokens).compile()
-        return compiled.cost_analysis()["bytes accessed"], sum(x.size * 4 for x in jax.tree.leaves(state))
-
-    rows = {"embed": ~fz.rows(slice(vocabulary - new, None)), "out": True}
-    moved, held = accessed(fz.freeze(optax.adamw(0.1), rows, full_updates=False), fz.apply_updates)
-    all_moved, all_held = accessed(optax.adamw(0.1), optax.apply_updates)
-    assert held == 4 + 2 * new * width * 4
-    assert all_held > 100 * held
-    assert moved < 0.5 * all_moved
 
 
 TWO_LAYERS = {"encoder": jnp.ones((3, 2)), "head": jnp.ones((2, 2))}

@@ -637,18 +637,6 @@ def test_random_sequences():
     )
 
 
-def test_elements_become_groups_and_then_rows():
-    """A sequence that was suspected: after `flax`, numbers of the state are arrays."""
-    state = Training()
-    state.init(
-        arrangement=("freeze", [("dense", 3), True, True, ("compact", 2)]), jit=False, leaves="ckyz", name="schedule"
-    )
-    state.step(compiled="jit", seed=1, way="holes")
-    state.save_and_restore(how="flax")
-    state.migrate(arrangement=("coupled", [(0, ("dense", 1), ("updates", 2)), ("n", False, True)]))
-    state.migrate(arrangement=("holes", [("rows", 1, 7, "static")]))
-
-
 def test_a_group_without_leaves_begins_anew():
     state = Training()
     state.init(name="noisy_sgd", leaves="a", arrangement=("plain", []), jit=False)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_equal_up_to_rounding, programs
-from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -357,18 +356,6 @@ def test_on_a_mesh(explicit):
     close(got, dense(of_scan(), {**ALL_STEPS_READ_TOO, "layers": trains(5, 2)}, params))
 
 
-def test_inside_of_shard_map():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    mean = lambda params, x: jax.lax.pmean(of_scan()(params, x), "data")  # noqa: E731
-
-    def grads(params, index, x):
-        return rows_of(mean, {**ALL_STEPS_READ_TOO, "layers": ~fz.rows(index)}, params, x)
-
-    sharded = jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P()))
-    expected = dense(of_scan(), {**ALL_STEPS_READ_TOO, "layers": trains(5, 2)}, init())
-    close(sharded(init(), jnp.array([5, 2]), X), expected)
-
-
 def pcast(tree):
     """The arrays of a tree as values that vary over the devices."""
     if hasattr(jax.lax, "pcast"):
@@ -423,24 +410,6 @@ def test_eager_on_a_mesh_with_explicit_axes():
             params
         )
         assert got["layers"].values.shape == (2, WIDTH, WIDTH)
-
-
-def test_nn_scan():
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return jnp.tanh(nn.Dense(WIDTH)(x)), None
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            layer = nn.remat(Layer, prevent_cse=False)
-            stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
-            return nn.Dense(1)(stack(name="layers")(x, None)[0])
-
-    params = Model().init(jax.random.key(0), X)["params"]
-    loss = lambda params, x: jnp.mean(Model().apply({"params": params}, x) ** 2)  # noqa: E731
-    check(loss, {"layers": trains(4, 1), "Dense_0": False}, params)
 
 
 class TestCost:

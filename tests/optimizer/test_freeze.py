@@ -274,36 +274,6 @@ class TestTheStateTravels:
         state = fz.freeze(inner, PARTS).init(self.params)
         assert bits(flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))) == bits(state)
 
-    def test_through_scan_and_donation(self):
-        def body(carry, _):
-            params, state = carry
-            updates, state = self.tx.update(jax.tree.map(jnp.cos, params), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        params, run = self.params, jax.jit(lambda *carry: jax.lax.scan(body, carry, length=2)[0], donate_argnums=(0, 1))
-        new, _ = run(*run(jax.tree.map(jnp.copy, params), self.tx.init(params)))
-        assert run._cache_size() == 1
-        assert bits(new["frozen"]) == bits(params["frozen"])
-        assert bits(new["rows"][:4]) == bits(params["rows"][:4])
-        assert np.asarray(new["dense"])[SOME].tobytes() == np.asarray(params["dense"])[SOME].tobytes()
-        assert (np.asarray(new["compact"])[~SOME] != np.asarray(params["compact"])[~SOME]).all()
-
-
-@pytest.mark.parametrize("frozen", [True, ~fz.rows(jnp.array([1, 2]))])
-def test_gradients_of_single_examples_for_private_training(frozen):
-    params, x = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, jnp.arange(8.0).reshape(2, 4)
-    frozen = {"w": frozen, "b": False}
-    of_example = lambda params, x: jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))  # noqa: E731
-    grads = jax.vmap(fz.grad(of_example, frozen), (None, 0))(params, x)
-    trainable, _ = fz.partition(params, frozen)
-    private = optax.contrib.differentially_private_aggregate(1.0, noise_multiplier=0.0, key=jax.random.key(0))
-    tx = optax.chain(private, optax.sgd(0.1))
-    updates, _ = tx.update(grads, tx.init(trainable), trainable)
-    fz.assert_frozen(params, fz.apply_updates(params, updates, frozen), frozen)
-    squares = [jnp.sum(g.reshape(2, -1) ** 2, 1) for g in jax.tree.leaves(grads) if g.dtype == jnp.float32]
-    expected = jnp.mean(grads["b"] / jnp.maximum(1.0, jnp.sqrt(sum(squares)))[:, None], 0)
-    np.testing.assert_allclose(updates["b"], -0.1 * expected, rtol=1e-5)
-
 
 @pytest.mark.parametrize("make", [lambda tx: fz.freeze(tx, "frozen"), lambda tx: fz.freeze_when(tx, {"w": False})])
 @pytest.mark.parametrize("transform", [lambda init: init, jax.jit], ids=["eager", "jitted"])

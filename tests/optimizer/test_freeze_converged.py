@@ -1,7 +1,6 @@
 """Groups that freeze by themselves: AutoFreeze's rule, and conditions that see the gradients of their groups."""
 
 import functools
-import itertools
 import pickle
 
 import chex
@@ -11,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import bits
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -236,22 +234,6 @@ class TestCompany:
         assert fz.currently_frozen(there[1]) == fz.currently_frozen(here[1])
         assert any(fz.currently_frozen(here[1]).values())
 
-    def test_nnx_optimizer(self):
-        model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
-        groups = {"layers/1/bias": small, **fz.freeze_converged(["layers/0", "layers/1"], 1, 100)}
-        optimizer = nnx.Optimizer(model, fz.freeze_when(optax.adam(0.1), groups), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, x):
-            optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model))
-
-        for expected in (False, False, True, True):
-            assert fz.currently_frozen(optimizer.opt_state)["layers/0"] is expected
-            before = [np.array(layer.kernel[...]) for layer in model.layers]
-            step(model, optimizer, X)
-            after = [np.array(layer.kernel[...]) for layer in model.layers]
-            assert [bits(old) == bits(new) for old, new in zip(before, after, strict=True)] == [expected, False]
-
 
 def small(step, stats):
     return (step > 5) & (stats.norm < 0.5)
@@ -323,16 +305,6 @@ class TestResume:
         assert [sum(now.values()) for now in frozen[3:]] == expected
         assert len(names) >= expected[-1] > 0
 
-    def test_the_state_of_another_schedule_is_refused(self):
-        """Which takes other arguments."""
-        conditions = settle(NAMES)["a"], small, lambda step: step > 3
-        for before, after in itertools.permutations(conditions, 2):
-            state = fz.freeze_when(optax.sgd(0.1), {**settle(NAMES), "a": before}).init(PARAMS)
-            tx = fz.freeze_when(optax.sgd(0.1), {**settle(NAMES), "a": after})
-            with pytest.raises(ValueError, match=r"a different schedule\n  at: a"):
-                tx.update(PARAMS, state, PARAMS)
-            tx.update(PARAMS, fz.migrate(state, tx, PARAMS), PARAMS)
-
 
 class TestConditionsOfOnesOwn:
     def test_see_the_gradients_of_their_group(self):
@@ -387,20 +359,6 @@ class TestConditionsOfOnesOwn:
         assert "sqrt" not in str(jax.make_jaxpr(tx.update)(PARAMS, state, PARAMS))
         seeing = fz.freeze_when(optax.sgd(0.1), {"a": small, "b": fz.freeze_at(3)})
         assert "sqrt" in str(jax.make_jaxpr(seeing.update)(PARAMS, seeing.init(PARAMS), PARAMS))
-
-
-@pytest.mark.parametrize(
-    ("args", "error"),
-    [
-        ((["a", "a"], 5), ValueError),
-        ((["a", 3], 5), TypeError),
-        ((["a", "b"], 5, np.nan), ValueError),
-        ((["a", "b"], 5, True), TypeError),
-    ],
-)
-def test_bad_arguments(args, error):
-    with pytest.raises(error, match=r"(.|\n)*expected: (.|\n)*fix: "):
-        fz.freeze_converged(*args)
 
 
 def test_each_says_how_it_was_made():

@@ -365,12 +365,6 @@ class TestSetFrozen:
         assert fz.set_frozen(state, {"encoder": False}).groups["encoder"].condition_state.sharding == replicated
         assert fz.currently_frozen(state) == {"encoder": True}
 
-    def test_two_groups_of_one_name_that_disagree(self, params):
-        first, second = (fz.freeze_when(optax.sgd(0.1), {"head": frozen}) for frozen in (True, False))
-        assert fz.currently_frozen(optax.chain(first, first).init(params)) == {"head": True}
-        with pytest.raises(ValueError, match="two groups have the same name"):
-            fz.currently_frozen(optax.chain(first, second).init(params))
-
     @pytest.mark.parametrize("frozen", [True, fz.unfreeze_at(3)])
     def test_a_state_without_one_value(self, params, frozen):
         init = fz.freeze_when(optax.sgd(0.1), {"head": frozen}).init
@@ -457,15 +451,6 @@ class TestALineSearch:
         assert bits(got["a"]) == bits(TO_SEARCH["a"])
 
 
-def test_no_copy_of_a_donated_state():
-    """XLA updates the state in place: no temporary memory of its size."""
-    params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abcd"}
-    tx = fz.freeze_when(optax.adam(0.1), dict.fromkeys("abcd", False))
-    step = jax.jit(lambda s, g, p: tx.update(g, s, p)[::-1], donate_argnums=0)
-    memory = step.lower(jax.eval_shape(tx.init, params), params, params).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 256 * 256
-
-
 class TestResume:
     """Stop at any step, restore parameters and state, and go on: bit-equal to not having stopped."""
 
@@ -515,14 +500,6 @@ class TestResume:
 
 
 class TestTheStateOf:
-    def test_other_groups(self, params):
-        tx, other = (fz.freeze_when(optax.sgd(0.1), {name: True}) for name in ("encoder", "head"))
-        without_leaves = optax.tree_map_params(other, lambda leaf: leaf, other.init(params))
-        of_another_model = fz.freeze_when(optax.sgd(0.1), {"w": True}).init({"w": jnp.ones(2)})
-        for state in (optax.sgd(0.1).init(params), other.init(params), without_leaves, of_another_model):
-            with pytest.raises(TypeError, match="the state was created by a different transformation"):
-                tx.update(params, state, params)
-
     @pytest.mark.parametrize(
         ("before", "after", "error"),
         [

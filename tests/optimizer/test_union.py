@@ -9,8 +9,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import assert_equal_up_to_rounding, bits
-from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_freeze as fz
@@ -191,24 +189,6 @@ def test_other_tools_know_the_union(tmp_path):
         parts[0].update(params, state, params)
     with pytest.raises(TypeError, match="different transformation"):
         tx.update(params, parts[0].init(params), params)
-
-
-def test_inside_a_train_state_and_nnx_optimizer():
-    tx, params = fz.union(*parts_of("rows")), make_params()
-    expected = fz.update_params(tx, params, tx.init(params), params)[0]
-    train_state = TrainState.create(apply_fn=None, params=params, tx=tx).apply_gradients(grads=params)
-    assert bits(train_state.params) == bits(expected)
-
-    class Model(nnx.Module):
-        def __init__(self):
-            for path, value in params.items():
-                setattr(self, path, nnx.Param(value))
-
-    model = Model()
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    optimizer.update(model, nnx.state(model, nnx.Param))
-    found = {path: getattr(model, path)[...] for path in params}
-    assert bits(found) == bits(expected)
 
 
 def test_shardings_are_those_of_the_parameters():

@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 
-import equinox as eqx
 import jax
 import jax.experimental
 import jax.numpy as jnp
@@ -459,20 +458,6 @@ class TestTransformations:
         jax.effects_barrier()
         assert calls == [(32, 16), (32, 16)]
 
-    def test_one_compilation_and_no_tracer_leaks(self):
-        traces = []
-
-        @jax.jit
-        def step(params, features, x):
-            traces.append(x.shape)
-            return fz.value_and_grad(MLP.after, FROZEN)(params, features, x)
-
-        with jax.checking_leaks():
-            features = jax.jit(MLP.before)(PARAMS, X)
-            for _ in range(3):
-                step(MLP.needed(PARAMS, X), features, X)
-        assert len(traces) == 1
-
     def test_names_of_operations_are_kept(self):
         def loss(params, x):
             with jax.named_scope("trunk"):
@@ -507,15 +492,6 @@ class TestDevices:
         assert feature.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
         check(loss, FROZEN, params, x, example_axis=0)
 
-    def test_explicit_axes(self):
-        mesh = mesh_of(AxisType.Explicit)
-        with jax.set_mesh(mesh):
-            params = jax.device_put(PARAMS, NamedSharding(mesh, P(None, None)))
-            x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
-            check(mlp, FROZEN, params, x, example_axis=0)
-            [feature] = jax.jit(fz.precompute(mlp, FROZEN, example_axis=0).before)(params, x)
-            assert jax.typeof(feature).sharding.spec[0] == "data"
-
     def test_shard_map_in_the_function(self):
         shard_map = functools.partial(jax.shard_map, mesh=mesh_of(AxisType.Auto))
 
@@ -542,14 +518,6 @@ class TestDevices:
 
 
 class TestModels:
-    def test_equinox(self):
-        model = eqx.nn.MLP(8, 4, 16, 3, key=jax.random.key(0))
-        loss, frozen = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), fz.all_except("layers/[23]/**")
-        once = fz.precompute(loss, frozen, example_axis=0)
-        features = eqx.filter_jit(once.before)(model, X)
-        got = eqx.filter_jit(fz.value_and_grad(once.after, frozen))(once.needed(model, X), features, X)
-        assert_equal_up_to_rounding(got, eqx.filter_jit(fz.value_and_grad(loss, frozen))(model, X))
-
     def test_nnx_and_a_random_key_among_the_parameters(self):
         model = nnx.Sequential(
             nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
@@ -721,11 +689,6 @@ def test_features_are_a_pytree_that_keeps_its_type():
     for other in (jax.tree.map(np.asarray, features), pickle.loads(pickle.dumps(features)), jax.device_get(features)):
         assert type(other) is fz.typing.Features
         assert_equal_up_to_rounding(MLP.after(MLP.needed(PARAMS, X), other, X), mlp(PARAMS, X))
-
-
-def test_importing_it_loads_no_flow_algorithm():
-    code = "import sys, optax_freeze; sys.exit('scipy.sparse.csgraph' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def in_scan(step, **options):

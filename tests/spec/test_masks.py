@@ -182,15 +182,6 @@ class TestRows:
         with pytest.raises(TypeError, match="row numbers"):
             fz.rows(0, None)  # pyright: ignore
 
-    def test_over_a_subtree_and_in_rules(self):
-        params = {"blocks": {"q": jnp.ones((4, 2)), "n": jnp.ones(4)}, "head": jnp.ones(2)}
-        for spec in ({"blocks": fz.rows([0, 1]), "head": True}, fz.rules({"blocks/**": fz.rows([0, 1]), "head": True})):
-            blocks = fz.partition(params, spec)[0]["blocks"]
-            assert {name: (part.values.shape, part.shape) for name, part in blocks.items()} == {
-                "q": ((2, 2), (4, 2)),
-                "n": ((2,), (4,)),
-            }
-
     def test_selectors_with_masks(self):
         params = {"a": jnp.ones((4, 2)), "b": jnp.ones((4, 2))}
         first = fz.rules({"a": fz.rows(0)})
@@ -383,11 +374,6 @@ class TestElements:
         for value in (True, False):
             assert repr(fz.resolve(params, {"w": np.full((2, 2), value)})) == "{'w': fz.elements(<bool[2, 2]>)}"
 
-    def test_another_shape(self):
-        for shape in [(1,), (), (2, 3), (2, 2, 1)]:
-            with pytest.raises(ValueError, match=r"the shape of an element mask differs from its leaf\n  at: w"):
-                fz.resolve({"w": jnp.ones((2, 2))}, {"w": fz.elements(np.zeros(shape, bool))})
-
     def test_a_spec_is_an_argument_of_a_jitted_function(self):
         params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
 
@@ -435,7 +421,7 @@ class TestEveryBitPattern:
     @pytest.mark.parametrize(
         ("dtype", "compiled"),
         [
-            *((dtype, jax.jit) for dtype in ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")),
+            *((dtype, jax.jit) for dtype in ("bfloat16", "float16", "float8_e5m2")),
             ("bfloat16", eagerly),
         ],
     )
@@ -585,19 +571,6 @@ class TestReplaceMasks:
         step({"w": jnp.ones((2, 2))}, state)
         assert mask.tolist() == DIAGONAL.tolist()
 
-    def test_spec_of_needs_one_spec(self):
-        params = {"a": jnp.ones((2, 2)), "b": jnp.ones(1)}
-        for specs in [("a", "b"), ({"a": DIAGONAL, "b": True}, {"a": ~DIAGONAL, "b": True})]:
-            with pytest.raises(ValueError, match="the state contains different specs"):
-                fz.spec_of(optax.chain(*map(fz.masked_zero_updates, specs)).init(params))
-
-    def test_spec_of_is_a_selector(self, params, frozen):
-        state = fz.freeze(optax.sgd(0.1), frozen).init(params)
-        spec = fz.spec_of(state)
-        assert fz.resolve(params, spec) == fz.resolve(params, frozen)
-        with pytest.raises(ValueError, match="different tree structure"):
-            fz.resolve({"head": params["head"]}, spec)
-
 
 class TestPrograms:
     """What is compiled."""
@@ -611,12 +584,11 @@ class TestPrograms:
         ],
         ids=["dense", "run", "list", "stride", "others of a run", "others of a stride"],
     )
-    @pytest.mark.parametrize("full_updates", [True, False])
-    def test_the_program_does_not_grow_with_the_rows(self, mask_of, full_updates):
+    def test_the_program_does_not_grow_with_the_rows(self, mask_of):
         sizes = []
         for n in (512, 16384):
             params = {"w": jax.ShapeDtypeStruct((n, 64), jnp.float32)}
-            tx = fz.freeze(optax.adamw(0.1), {"w": mask_of(n)}, full_updates=full_updates)
+            tx = fz.freeze(optax.adamw(0.1), {"w": mask_of(n)})
             state = jax.eval_shape(tx.init, params)
             sizes.append(len(jax.jit(tx.update).lower(params, state, params).as_text()))
         assert sizes[1] < 1.1 * sizes[0]
@@ -680,13 +652,6 @@ class TestCompactElements:
         params, mask = {"w": jnp.arange(4.0)}, np.array([True, False, False, False])
         trains = jax.jit(lambda spec: fz.partition(params, ~spec)[0]["w"].values)
         assert bits(trains(fz.rules({"w": fz.elements(mask, compact=True)}))) == bits(jnp.zeros(1))
-
-
-def test_a_part_frozen_in_part_again_is_refused():
-    params = {"w": jnp.ones((3, 2))}
-    inside = fz.freeze(optax.adam(0.1), {"w": fz.rows([0])})
-    with pytest.raises(ValueError, match=r"not the trainable part of the leaf(.|\n)*at: w"):
-        fz.freeze(inside, {"w": fz.rows([1])}).init(params)
 
 
 def test_updates_of_the_trainable_part_without_parameters():

@@ -7,7 +7,6 @@ import functools
 import re
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import flax.core
 import flax.struct
 import jax
@@ -125,13 +124,6 @@ class TestTrees:
         answers = fz.resolve(tree, pattern)
         assert jax.tree.structure(answers) == jax.tree.structure(tree)
         assert jax.tree.leaves(answers) == expected
-
-    def test_equinox_module(self):
-        model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
-        assert fz.resolve(model, jax.tree.map(lambda _: False, model)).layers[1].weight is False
-        spec = lambda shapes: jax.tree.map(lambda leaf: getattr(leaf, "ndim", 0) == 1, shapes)  # noqa: E731
-        answers = fz.resolve(model, spec)
-        assert (answers.layers[0].bias, answers.layers[0].weight, answers.activation) == (True, False, True)
 
     def test_nnx_state_drops_the_trailing_value(self):
         class Model(nnx.Module):
@@ -408,23 +400,6 @@ class TestTied:
         for free in (jax.ShapeDtypeStruct((2,), jnp.float32), jnp.arange(2)):
             fz.partition({"a": free, "b": free}, "a")
         jax.jit(lambda x: fz.partition({"a": x, "b": x}, "a"))(jnp.ones(2))
-
-
-class TestPlan:
-    def test_is_a_static_node_compared_by_value(self, other):
-        a, b = (make_plan(other, spec, tied="error") for spec in ("encoder", {"encoder": True, "head": False}))
-        assert jax.tree.leaves(a) == []
-        assert a == b
-        assert hash(a) == hash(b)
-        assert a != make_plan(other, "head", tied="error")
-        assert a != make_plan({**other, "head": jnp.ones(3)}, "encoder", tied="error")
-        assert a != "encoder"
-
-    def test_one_compilation_for_equal_specs(self, other):
-        identity = jax.jit(lambda state: state)
-        for spec, compilations in (("encoder", 1), (fz.all_except("head"), 1), ("encoder/bias", 2)):
-            identity(identity(fz.freeze(optax.adam(1.0), spec).init(other)))
-            assert identity._cache_size() == compilations
 
 
 class Keyed:

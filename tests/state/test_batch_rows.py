@@ -3,7 +3,6 @@
 import functools
 import re
 
-import flax.serialization
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -254,11 +253,6 @@ class TestTheState:
         assert bits(restored[:2]) == bits((params, state))
         assert bits(trained(ADAM, *restored[:1], BATCHES, restored[1])) == bits(trained(ADAM, params, BATCHES, state))
 
-    def test_flax_bytes(self):
-        params, state = trained(ADAM, init())
-        read = flax.serialization.from_bytes(ADAM.init(init()), flax.serialization.to_bytes(state))
-        assert bits(trained(ADAM, params, BATCHES, read)) == bits(trained(ADAM, params, BATCHES, state))
-
     def test_export(self):
         step, args = jax.jit(step_of(ADAM)), (init(), ADAM.init(init()), jnp.array(BATCHES[0][0]), 1.0)
         leaves, treedef = jax.tree.flatten(args)
@@ -327,10 +321,6 @@ class TestSuchALeafTrains:
 
 
 class TestErrors:
-    def test_inside_a_group_of_freeze_when(self):
-        with pytest.raises(ValueError, match="no rows that keep their state"):
-            fz.freeze_when(optax.adam(0.1), {"table": (kept(), True)}).init(init())
-
     def test_multi_steps_around_it(self):
         tx = optax.MultiSteps(ADAM, 2)
         with pytest.raises(ValueError, match="keep_state"):

@@ -270,27 +270,6 @@ class TestNNX:
     def step(model, optimizer):
         optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((2, 4))) ** 2))(model))
 
-    def test_in_an_nnx_optimizer(self, model):
-        inner = optax.MultiSteps(optax.adam(0.1), 1)
-        spec = fz.rules({"layers/0/kernel": fz.rows([0, 1]), "layers/1": True})
-        optimizer = nnx.Optimizer(model, fz.freeze(inner, spec), wrt=nnx.Param)
-        self.step(model, optimizer)
-        new = nnx.Optimizer(model, fz.freeze(inner, fz.rules({"layers/0/kernel": fz.rows([0])})), wrt=nnx.Param)
-        migrated, report = fz.migrate(optimizer.opt_state, new.tx, nnx.state(model, nnx.Param), report=True)
-        nnx.update(new.opt_state, nnx.state(migrated))
-        assert report.dropped == ()
-        trees = ("inner_opt_state/0/mu", "inner_opt_state/0/nu", "acc_grads")
-        assert {place for place in report.created if "layers/0" in place} == {
-            f"{tree}/layers/0/kernel" for tree in trees
-        }
-        old_mu, new_mu = (
-            jax.tree.leaves(optax.tree.get(state, "mu")["layers"][0]["kernel"])[0]
-            for state in (optimizer.opt_state, new.opt_state)
-        )
-        assert bits(new_mu[1:]) == bits(old_mu)
-        assert new_mu.shape == (3, 3)
-        self.step(model, new)
-
     def test_parameters_frozen_and_thawed_by_type(self, model):
         tx = optax.adam(0.1)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import assert_equal_up_to_rounding, bits
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -178,26 +177,14 @@ def test_inside_shard_map_whole_leaves_are_frozen():
     assert_equal_up_to_rounding(new, jax.jit(step)(params, state)[0])
 
 
-def test_nnx_partition_metadata():
-    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
-    with jax.set_mesh(MESH):
-        layer = nnx.Linear(16, 8, kernel_init=init, rngs=nnx.Rngs(0))
-    params = nnx.state(layer, nnx.Param)
-    where = nnx.get_named_sharding(params, MESH)
-    params = jax.device_put(params, where)
-    tx = fz.freeze(optax.adam(0.1), "bias")
-    state = jax.jit(tx.init, out_shardings=fz.state_shardings(tx, params))(params)
-    assert [leaf.sharding.spec for leaf in jax.tree.leaves(state) if leaf.ndim] == [P("data", "model")] * 2
-
-
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-TABLE = np.arange(256 * 64).reshape(256, 64)
+TABLE = np.arange(64 * 16).reshape(64, 16)
 EXPLICIT_LAYOUTS = [P("data", "model"), P(("data", "model")), P(None, "model")]
 EXPLICIT_SPECS = {
     "leaf": True,
-    "one run": fz.rows(slice(0, 248)),
-    "runs": ~fz.rows([3, 7, 8, 200, 255]),
-    "steps": ~fz.rows(slice(0, 256, 64)),
+    "one run": fz.rows(slice(0, 56)),
+    "runs": ~fz.rows([3, 7, 8, 50, 63]),
+    "steps": ~fz.rows(slice(0, 64, 16)),
     "dense": fz.elements(TABLE % 3 == 0),
     "compact": fz.elements(TABLE >= 16, compact=True),
 }
@@ -219,7 +206,7 @@ class TestExplicitMesh:
 
     @pytest.fixture
     def params(self, layout):
-        embed, head = jax.random.normal(jax.random.key(0), TABLE.shape), jnp.ones((64, 8))
+        embed, head = jax.random.normal(jax.random.key(0), TABLE.shape), jnp.ones((16, 8))
         placed = {"embed": NamedSharding(EXPLICIT, layout), "head": NamedSharding(EXPLICIT, P(None, "model"))}
         return jax.device_put({"embed": embed, "head": head}, placed)
 
@@ -249,7 +236,7 @@ class TestExplicitMesh:
         tx = fz.freeze(optax.adamw(0.1), frozen, full_updates=False)
         jitted = jax.jit(step_of(tx), donate_argnums=(1, 2))
         program = jitted.lower(params, tx.init(params), params).compile().as_text()
-        assert largest_exchanged(program) <= 8 * 64
+        assert largest_exchanged(program) <= 8 * 16
 
     def test_the_parts(self, params, frozen):
         whole = jax.jit(lambda params: fz.combine(*fz.partition(params, frozen)))(params)
@@ -287,7 +274,7 @@ class TestExplicitMesh:
     def test_migrate(self, params, frozen):
         tx = fz.freeze(optax.trace(0.9), frozen)
         _, state = jax.block_until_ready(jax.jit(tx.update)(params, tx.init(params), params))
-        rows = fz.freeze(optax.trace(0.9), {"embed": ~fz.rows([3, 255]), "head": False})
+        rows = fz.freeze(optax.trace(0.9), {"embed": ~fz.rows([3, 63]), "head": False})
         wider, report = fz.migrate(state, rows, params, report=True)
         assert placed_alike(wider, rows.init(params))
         assert "trace/head" in report.carried
