@@ -121,23 +121,6 @@ def test_the_page_has_no_other_examples():
     assert sorted(set(re.findall(r"\.\./examples/(\w+)\.py", INDEX))) == EXAMPLES
 
 
-SIZES = {
-    "finetune_digits": "draws",
-    "teach_magika": "steps",
-    "new_token_rows": "steps",
-    "recommender": "steps",
-    "grades": "steps",
-    "gan_alternating": "turns",
-}
-UNLIMITED = {"finetune_beyond_memory", "last_layers_of_a_scanned_transformer", "lisa"}
-
-
-@pytest.mark.parametrize("example", [name for name in EXAMPLES if name not in UNLIMITED])
-def test_an_example_refuses_to_train_for_no_time(run, example):
-    with pytest.raises(SystemExit, match="2"):
-        run(example, f"--{SIZES.get(example, 'epochs')}", 0)
-
-
 @pytest.mark.usefixtures("as_users_compile")
 def test_finetune_digits(run, tmp_path):
     output = run("finetune_digits", "--draws", 4, "--picture", tmp_path / "curves.png")

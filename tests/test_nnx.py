@@ -904,24 +904,3 @@ class TestOnlyParametersOfAModule:
                 call(model, "nowhere")
         with pytest.raises(ValueError, match="an NNX module without parameters"):
             fz.fingerprint(model.dropout, True)
-
-
-def test_a_sharded_optimizer_keeps_its_shardings_in_a_donating_step(rngs):
-    """The recipe of ``docs/nnx.md``, on eight devices."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    model = fnnx.freeze(nnx.Sequential(nnx.Linear(8, 64, rngs=rngs), nnx.Linear(64, 8, rngs=rngs)), "layers/0")
-    nnx.update(model, jax.device_put(nnx.state(model), rows))
-    params, tx = nnx.state(model, nnx.Param), optax.adamw(1e-3)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    state = jax.jit(tx.init, out_shardings=fz.state_shardings(tx, params))(params)
-    nnx.update(optimizer.opt_state, nnx.state(state))
-    moment, kernel = optimizer.opt_state[0].mu.layers[1].kernel[...], model.layers[0].kernel[...]
-    assert moment.sharding == rows
-    before = bits(kernel)
-    nnx.jit(step.__wrapped__, donate_argnums=(0, 1))(model, optimizer, jax.device_put(jnp.ones((8, 8)), rows))
-    assert moment.is_deleted()
-    assert kernel.is_deleted()
-    assert optimizer.opt_state[0].mu.layers[1].kernel[...].sharding == rows
-    assert model.layers[1].kernel[...].sharding == rows
-    assert bits(model.layers[0].kernel[...]) == before

@@ -94,23 +94,6 @@ class TestPmap:
 
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 class TestSharedCopies:
-    def test_an_average_shares_frozen_leaves(self, params, frozen):
-        new = jax.tree.map(lambda leaf: leaf + 1, params)
-        trainable, rest = fz.partition(params, frozen)
-        average = jax.tree.map(jnp.copy, trainable)
-
-        @jax.jit
-        def follow(average, params, count):
-            return optax.incremental_update(fz.partition(params, frozen)[0], average, 1 / (count + 1))
-
-        for count in (1, 2):
-            average = follow(average, fz.combine(fz.partition(new, frozen)[0], rest), count)
-        averaged = fz.combine(average, rest)
-        fz.assert_frozen(params, averaged, frozen)
-        np.testing.assert_allclose(averaged["head"], params["head"] + 2 / 3, rtol=1e-5)
-        if frozen == "encoder":
-            assert averaged["encoder"] is params["encoder"]
-
     def test_a_reference_reads_the_frozen_leaves_of_a_donated_policy(self, params, frozen):
         tx, tokens = fz.freeze(optax.adamw(0.1), frozen), jnp.arange(6)
 

@@ -7,7 +7,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from conftest import bits
 
@@ -137,27 +136,3 @@ def test_the_geometric_tensors_of_netket_are_equal():
     tensors = [vstate.quantum_geometric_tensor(kind(diag_shift=0.01)) for kind in kinds]
     on_the_fly, jacobian = (jax.jit(lambda tensor: tensor @ vector)(tensor) for tensor in tensors)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), on_the_fly, jacobian)
-
-
-@pytest.mark.parametrize("title", ["Flax", "Kauldron"])
-def test_rows_train_in_a_trainer_of_an_optax_optimizer(title):
-    made = trainers.TRAINERS[title]()
-    rows = fz.rules({"**/encoder/kernel": fz.rows(slice(0, 200)), "**/head/**": False}, default=True)
-    tx, step = fz.freeze(optax.adamw(1e-2), rows), made.changed
-    if title == "Flax":
-        state, run = (
-            made.names["TrainState"].create(apply_fn=step.state.apply_fn, params=step.state.params, tx=tx),
-            step.run,
-        )
-    else:
-        trainstep = made.names["trainer_of"](tx).trainstep
-        state, run = trainstep.init(made.names["shapes"]), trainstep.step
-    before = jax.tree.map(jnp.copy, state.params)
-    for _ in range(3):
-        state, _ = run(state, *step.batch)
-    fz.assert_frozen(before, state.params, rows)
-    [old, new] = (dict(jax.tree.leaves_with_path(tree)) for tree in (before, state.params))
-    moved = {jax.tree_util.keystr(path): np.asarray(old[path] != new[path]) for path in old}
-    [kernel] = [value for path, value in moved.items() if "encoder" in path and "kernel" in path]
-    assert not kernel[:200].any()
-    assert kernel[200:].all()

@@ -108,7 +108,6 @@ LOSSES = {
 }
 
 ROWS_ALONE = {"embed": True, "scale": True, "head": True}
-ALL_STEPS_READ_TOO = {"embed": True, "scale": False, "head": False}
 EVERYTHING_ELSE = {"embed": False, "scale": False, "head": False}
 
 
@@ -320,40 +319,6 @@ class TestSecondDerivatives:
                 if e.primitive.name == "gather"
             ]
             assert gather.params["unique_indices"] is is_unique
-
-
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_on_a_mesh(explicit):
-    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-    specs = {
-        "embed": P(None, "model"),
-        "layers": {"kernel": P(None, None, "model"), "bias": P(None, None)},
-        "scale": P(),
-        "head": P(),
-    }
-    params = init()
-    placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
-    x = jax.device_put(X, NamedSharding(mesh, P("data")))
-
-    def loss(params, x):
-        def step(x, p):
-            kernel, bias = p["kernel"], p["bias"]
-            if explicit:
-                kernel = jax.sharding.reshard(kernel, P(None, None))
-            return jnp.tanh(x @ kernel + bias) * params["scale"], None
-
-        embed = jax.sharding.reshard(params["embed"], P(None, None)) if explicit else params["embed"]
-        x, _ = jax.lax.scan(step, x @ embed, params["layers"])
-        return jnp.mean((x @ params["head"]) ** 2)
-
-    @jax.jit
-    def grads(params, index, x):
-        return rows_of(loss, {**ALL_STEPS_READ_TOO, "layers": ~fz.rows(index)}, params, x)
-
-    with jax.set_mesh(mesh):
-        got = jax.device_get(grads(placed, jnp.array([5, 2]), x))
-    close(got, dense(of_scan(), {**ALL_STEPS_READ_TOO, "layers": trains(5, 2)}, params))
 
 
 def pcast(tree):

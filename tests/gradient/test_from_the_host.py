@@ -630,7 +630,7 @@ class TestAwkward:
             lambda a, b, x: jnp.roll(a, 1, 0),
         ],
     )
-    @pytest.mark.parametrize("rows", [([0, 2], [1]), ([0, 1], [0, 1]), (None, None)])
+    @pytest.mark.parametrize("rows", [([0, 2], [1]), (None, None)])
     def test_stacks_that_are_joined(self, joined, rows):
         frozen = HEAD if rows[0] is None else {"up": fz.rows(rows[0]), "down": fz.rows(rows[1]), "head": False}
 

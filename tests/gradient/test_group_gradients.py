@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import bits, counting_flops, programs
-from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
 from optax_freeze._program.flops import flops
@@ -272,41 +271,6 @@ def test_two_groups_of_rows_in_one_leaf():
         got = jax.jit(grad_of)(fz.set_frozen(state, {"a": first, "[a]": second}), params)
         zero = ((rows < 3) & first) | ((rows >= 3) & (rows < 6) & second)
         close(got["a"], jnp.where(zero[:, None], 0, exact["a"]))
-
-
-def test_value_auxiliary_output_and_argnums():
-    state, params = state_of({"a": True, "b": False}), init()
-
-    def with_aux(x, params):
-        return loss(params, x), {"x": x}
-
-    step = jax.jit(lambda state, params: fz.value_and_grad(with_aux, fz.spec_of(state), 1, has_aux=True)(X, params))
-    close(step(state, params), ((loss(params, X), {"x": X}), masked(params, "a")))
-
-
-def test_within_other_states_and_scan():
-    params = init()
-    tx = optax.chain(optax.clip_by_global_norm(1.0), fz.freeze_when(optax.adam(1e-2), {"a": fz.unfreeze_at(2)}))
-
-    def step(carry, x):
-        params, state = carry
-        updates, state = tx.update(grad_of(state, params, x), state, params)
-        return (optax.apply_updates(params, updates), state), params["a"]
-
-    _, history = jax.lax.scan(step, (params, tx.init(params)), jnp.stack([X] * 4))
-    assert bits(history[2]) == bits(params["a"])
-    assert bits(history[3]) != bits(params["a"])
-
-
-def test_inside_of_shard_map():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    state, params = state_of({"a": True, "b": False}), init()
-
-    def step(state, params, x):
-        return fz.grad(lambda p: jax.lax.pmean(loss(p, x), "data"), fz.spec_of(state))(params)
-
-    sharded = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
-    close(jax.jit(sharded)(state, params, X), masked(params, "a"))
 
 
 @pytest.mark.parametrize("kind", ["elements", "converged"])

@@ -11,8 +11,6 @@ import pytest
 from conftest import bits, programs
 from flax import linen as nn
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
@@ -986,25 +984,6 @@ class TestFlax:
         assert rows
         assert all(row.merged is None and (row.by_rows or row.everything) for row in rows), "\n".join(map(str, rows))
 
-    @pytest.mark.parametrize("axis", [0, 1])
-    def test_linen(self, axis):
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return nn.tanh(nn.Dense(4)(x)) + x, None
-
-        class Model(nn.Module):
-            @nn.compact
-            def __call__(self, tokens):
-                embed = nn.Embed(6, 4, name="embed")
-                layer = nn.remat(Layer, prevent_cse=False)
-                scan = nn.scan(layer, variable_axes={"params": axis}, split_rngs={"params": True}, length=6)
-                return embed.attend(scan(name="layers")(embed(tokens), None)[0])
-
-        params = Model().init(jax.random.key(0), TOKENS % 6)["params"]
-        frozen = {"layers": fz.rows(slice(0, 4), axis), "embed": fz.rows(slice(0, 4))}
-        self.check(lambda params: jnp.sum(Model().apply({"params": params}, TOKENS % 6) ** 2), params, frozen)
-
     @pytest.mark.parametrize(("remat", "check"), [(False, True), (True, False)])
     def test_linen_scan_of_what_is_not_stacked(self, remat, check):
         """Flax first evaluates what does not depend on the step, to have it before the loop."""
@@ -1043,49 +1022,3 @@ class TestFlax:
             return jnp.sum(forward(nnx.merge(graph, params), X[:3], jnp.arange(6).reshape(2, 3)) ** 2)
 
         self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))
-
-
-LAYOUTS = {
-    "join": lambda w: jnp.concatenate([w * 2, w])[2 : 2 + len(w)],
-    "beside": lambda w: jnp.concatenate([w[:, :2], jnp.ones((len(w), 1)), w], 1)[:, 1 : 1 + w.shape[1]],
-    "pad": lambda w: jnp.pad(w, ((1, 2), (2, 1)), constant_values=0.5)[2:-1, 1:-2],
-    "flatten": lambda w: (w.reshape(-1) * 2).reshape(w.shape),
-    "set": lambda w: w.at[1].set(0.5).at[:, 0].add(1.0),
-    "update": lambda w: lax.dynamic_update_slice(w, jnp.ones((2, 2)), (0, 1)),
-    "cumsum": lambda w: jnp.cumsum(w, axis=1),
-    "cond": lambda w: lax.cond(jnp.ones(()).sum() > 0, jnp.sin, lambda w: w, w),
-    "transpose": lambda w: w.T,
-    "flip": lambda w: w[::-1],
-}
-READS = {
-    "row": lambda w, i: w[i[0]],
-    "rows": lambda w, i: w[i],
-    "columns": lambda w, i: w[:, i],
-    "take": lambda w, i: jnp.take(w, i, axis=1, mode="clip"),
-    "left": lambda w, i: w @ jnp.cos(jnp.arange(w.shape[1] * 2.0)).reshape(-1, 2),
-    "right": lambda w, i: jnp.sin(jnp.arange(w.shape[0] * 2.0)).reshape(2, -1) @ w,
-    "slice": lambda w, i: w[1:, :-1] * 2,
-    "dynamic": lambda w, i: lax.dynamic_slice_in_dim(w, i[0], 2, axis=0),
-    "scan": lambda w, i: lax.scan(lambda c, r: (jnp.sin(c + r), c), jnp.ones(w.shape[1]), w)[0],
-    "reverse": lambda w, i: lax.scan(lambda c, r: (c * 0.5 + r, c), jnp.ones(w.shape[1]), w, reverse=True)[1],
-    "sum": lambda w, i: w.sum(0),
-}
-
-
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(st.data())
-def test_programs(data):
-    """Random programs, on random rows."""
-    shape = data.draw(st.sampled_from([(5, 3), (4, 7), (9, 2)]))
-    axis = data.draw(st.integers(0, 1))
-    rows = sorted(data.draw(st.sets(st.integers(0, shape[axis] - 1), min_size=1, max_size=shape[axis] - 1)))
-    layouts = data.draw(st.lists(st.sampled_from(sorted(LAYOUTS)), max_size=4))
-    reads = data.draw(st.lists(st.sampled_from(sorted(READS)), min_size=1, max_size=2))
-    i = jnp.array(data.draw(st.lists(st.integers(0, 1), min_size=3, max_size=3)))
-
-    def program(w):
-        for name in layouts:
-            w = LAYOUTS[name](w)
-        return [READS[name](w, i) ** 2 for name in reads]
-
-    check({"": (program, {"w": jax.random.normal(jax.random.key(0), shape)}, {"w": fz.rows(rows, axis)})}, atol=1e-4)

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import bits
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -227,15 +226,3 @@ class TestStates:
             values = fz.precompute(loss, spec).needed(given, x)["layers"].values
             assert values.shape == (2, 8, 2)
             assert values.sharding.memory_kind == "device"
-
-
-def test_containers():
-    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)
-    stack = nnx.State({"layers": nnx.Param(jnp.ones((4, 3, 2))), "head": state})
-    variables = {"params": {"layers": {"kernel": jnp.ones((4, 3, 2))}, "head": {"kernel": jnp.ones((2, 2))}}}
-    for tree in (stack, variables):
-        moved = offloaded(tree, "**/layers")
-        assert type(moved) is type(tree)
-        assert jax.tree.leaves(fz.partition(moved, "**/layers")[1])[0].sharding.memory_kind == "pinned_host"
-        assert bits(fz.combine(*fz.partition(moved, "**/layers"))) == bits(tree)
-        assert fz.summary(moved, "**/layers").host_bytes == 96

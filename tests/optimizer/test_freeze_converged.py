@@ -3,7 +3,6 @@
 import functools
 import pickle
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,9 +163,6 @@ class TestGradientsThatAreNotNumbers:
         np.testing.assert_allclose(state.groups["b"].condition_state.sum, 50**0.5, rtol=1e-6)
 
 
-X = jax.random.normal(jax.random.key(0), (4, 8))
-
-
 class TestCompany:
     def test_parts_of_leaves(self):
         """Each group has the norm of its own elements."""
@@ -209,30 +205,6 @@ class TestCompany:
         assert counts == autofreeze(sizes * 8, 1, 50)[1:] == [0, 1, 2]
         previous = [state.groups[name].condition_state.previous for name in "bc"]
         np.testing.assert_allclose(previous, [2.9 * 8, 8], rtol=1e-6)
-
-    def test_inside_of_shard_map(self):
-        """The gradients are taken as given: here averaged, so that every device decides alike."""
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-        tx = fz.freeze_when(optax.sgd(0.1), settle("abc", every=1, percentile=100))
-
-        def loss(params, x):
-            return jnp.mean(jnp.tanh(jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) @ params["c"]) ** 2)
-
-        def step(params, state, x, mean=lambda value: value):
-            updates, state = tx.update(jax.grad(lambda p: mean(loss(p, x)))(params), state, params)
-            return optax.apply_updates(params, updates), state
-
-        mean = functools.partial(jax.lax.pmean, axis_name="data")
-        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
-        sharded = jax.jit(jax.shard_map(functools.partial(step, mean=mean), mesh=mesh, **specs))
-        params = {name: jax.random.normal(jax.random.key(i), (8, 8)) / 3 for i, name in enumerate("abc")}
-        here = there = params, tx.init(params)
-        plain = jax.jit(step)
-        for i in range(4):
-            here, there = plain(*here, X + i / 10), sharded(*there, X + i / 10)
-        chex.assert_trees_all_close(there[0], here[0], rtol=1e-4, atol=1e-6)
-        assert fz.currently_frozen(there[1]) == fz.currently_frozen(here[1])
-        assert any(fz.currently_frozen(here[1]).values())
 
 
 def small(step, stats):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import assert_equal_up_to_rounding, bits
+from conftest import bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -158,23 +158,6 @@ def test_a_single_device_is_a_sharding_too_and_objects_have_none():
     layout = fz.state_shardings(tx, params)
     assert jax.tree.structure(layout) == jax.tree.structure(tx.init(params))
     assert set(jax.tree.leaves(layout)) == {params["head"].sharding}
-
-
-def test_inside_shard_map_whole_leaves_are_frozen():
-    params = model(LAYOUTS["FSDP"])
-    tx = fz.freeze(optax.adam(0.1), "encoder")
-    state = jax.jit(tx.init, out_shardings=fz.state_shardings(tx, params))(params)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, (params, state))
-
-    def step(params, state):
-        updates, state = tx.update(params, state, params)
-        return optax.apply_updates(params, updates), state
-
-    mapped = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=specs))
-    new, _ = mapped(params, state)
-    assert placed_alike(new, params)
-    assert bits(new["encoder"]) == bits(params["encoder"])
-    assert_equal_up_to_rounding(new, jax.jit(step)(params, state)[0])
 
 
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
