@@ -99,22 +99,6 @@ def test_the_base_is_never_written(tmp_path):
     assert abs(sizes[1_000_000] - sizes[10]) < 1_000 < sizes[10] < 100_000
 
 
-def test_random_keys_and_hyperparameters_in_the_state(base, tmp_path):
-    inner = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.inject_hyperparams(optax.sgd)(0.1))
-    state = fz.freeze(inner, "encoder").init(base)
-    checkpoint.save(tmp_path, base, "encoder", step=0, opt_state=state)
-    assert bits(checkpoint.restore(tmp_path, base, opt_state=state)[1]) == bits(state)
-
-
-def test_several_arrays_of_one_part(base, tmp_path):
-    """SM3 has an array for each axis of a leaf."""
-    frozen = fz.rules({"embed": fz.rows([0, 3])}, default=True)
-    state = fz.freeze(optax.sm3(0.1), frozen).init(base)
-    state = jax.tree.map(lambda x: x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), state)
-    checkpoint.save(tmp_path, base, frozen, step=0, opt_state=state)
-    assert bits(checkpoint.restore(tmp_path, base, opt_state=state)[1]) == bits(state)
-
-
 @pytest.mark.parametrize("place", [jnp.asarray, lambda x: jax.device_put(x, jax.devices()[0])])
 def test_arrays_that_jax_would_convert(place, tmp_path):
     """They are compared as they were written, and given back as JAX arrays."""

@@ -105,15 +105,6 @@ class TestWhatItPrints:
         assert rows[0] == {**shape, **numbers, "host_bytes": 0, "state_bytes": 0}
         assert [row["state_bytes"] for row in rows] == list(summary.row_state_bytes)
 
-    @pytest.mark.parametrize(
-        ("option", "shown"), [("--version", f"optax-freeze {fz.__version__}\n"), ("--help", "--freeze 'encoder/**'")]
-    )
-    def test_the_version_and_help(self, capsys, option, shown):
-        with pytest.raises(SystemExit) as stop:
-            main([option])
-        assert stop.value.code == 0
-        assert shown in capsys.readouterr().out
-
     def test_as_a_program_and_as_a_script(self, base, capsys, monkeypatch):
         done = program(base)
         assert (done.returncode, done.stderr) == (0, "")
@@ -401,13 +392,6 @@ class TestWrongInput:
         for text in ("", "{}", "[]", "null", "[" * 100_000, '{"tree_metadata": {"a": {}}}'):
             (tmp_path / "base" / "_METADATA").write_text(text)
             assert "a damaged checkpoint" in refused(capsys, tmp_path / "base")
-
-    @pytest.mark.parametrize("wrong", [("--freeze", "head", "--all-except", "head"), ("--depth", "few"), ()])
-    def test_arguments_that_do_not_parse(self, base, wrong, capsys):
-        with pytest.raises(SystemExit) as stop:
-            main([base, *wrong] if wrong else [])
-        assert stop.value.code == 2
-        assert "usage: optax-freeze CHECKPOINT [--freeze PATTERN" in capsys.readouterr().err
 
 
 def test_the_page_shows_what_it_prints(tmp_path, capsys, monkeypatch):

@@ -529,17 +529,6 @@ def test_calls_of_two_threads_leave_the_class_of_a_norm(rngs, x):
     assert bits(outputs) == bits([norm(x)] * 2)
 
 
-def test_split_merge_state_and_update(rngs, x):
-    model = nnx.Sequential(fnnx.Frozen(Block(rngs)), nnx.Linear(4, 1, rngs=rngs))
-    model.eval()
-    graphdef, params, frozen, rest = nnx.split(model, nnx.Param, fnnx.FrozenParam, ...)
-    assert (len(jax.tree.leaves(params)), len(jax.tree.leaves(frozen))) == (2, 4)
-    assert bits(nnx.merge(graphdef, params, frozen, rest)(x)) == bits(model(x))
-    nnx.update(model, jax.tree.map(jnp.zeros_like, frozen))
-    assert not jnp.any(model.layers[0].module.linear.kernel[...])
-    assert kinds(model)["layers/0/module/linear/kernel"] == "FrozenParam"
-
-
 @pytest.mark.parametrize("outside", [True, False], ids=["stack in Frozen", "Frozen in stack"])
 def test_stacked_layers(rngs, x, outside):
     """Layers made by vmap and applied by scan, wrapped as a whole or one by one."""
@@ -720,16 +709,6 @@ def test_parameters_of_a_linen_module_are_refused_and_still_train(rngs, x, funct
     assert bits(model(x)) == output
     function(model, "head")
     assert frozen_in(model) == {"head/kernel", "head/bias"}
-
-
-def test_a_linen_module_is_frozen_by_the_optimizer(rngs, x):
-    for tx, frozen in ((fz.freeze(optax.adamw(0.1), "backbone"), None), (optax.adamw(0.1), "backbone")):
-        model = Bridged(rngs)
-        optimizer = nnx.Optimizer(model, tx, wrt=fnnx.trainable(model, frozen) if frozen else nnx.Param)
-        before, head = values(model.backbone, nnx.Param), values(model.head)
-        optimizer.update(model, nnx.state(nnx.grad(loss)(model, x), optimizer.wrt))
-        assert values(model.backbone, nnx.Param) == before
-        assert values(model.head) != head
 
 
 def test_wrong_arguments_change_nothing(chain):

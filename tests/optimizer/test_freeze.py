@@ -5,7 +5,6 @@ import copy
 import itertools
 import pickle
 
-import chex
 import equinox as eqx
 import flax.serialization
 import jax
@@ -100,15 +99,6 @@ class TestFreeze:
         wide = {"n": np.arange(2), "w": jnp.ones(1)}  # 64 bits, which JAX does not have
         assert tx.update(wide, tx.init(wide), wide)[0]["n"].dtype == jnp.int32
 
-    def test_all_or_nothing(self, params):
-        for tree in (params, jnp.ones(2)):
-            new, expected = (
-                jax.jit(lambda p, tx=tx: train(tx, p, p))(tree)
-                for tx in (fz.freeze(optax.adam(0.1), False), optax.adam(0.1))
-            )
-            chex.assert_trees_all_close(new, expected, rtol=1e-6)
-            assert bits(train(fz.freeze(optax.adam(0.1), True), tree, tree)) == bits(tree)
-
 
 class TestWrongArguments:
     def test_gradients_in_other_containers(self):
@@ -191,27 +181,6 @@ class TestExtraArguments:
         tx = fz.freeze(optax.contrib.reduce_on_plateau(), True)
         updates, _ = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=jnp.float32(1))
         assert bits(updates) == bits(jnp.full(2, -0.0))
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda tx: optax.chain(optax.clip(1.0), tx),
-        lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(lambda step: 0.5),
-        lambda tx: optax.multi_transform({"a": tx, "b": optax.sgd(0.1)}, {"encoder": "a", "head": "b"}),
-        lambda tx: optax.apply_if_finite(tx, 3),
-        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-        lambda tx: optax.masked(tx, True),
-    ],
-    ids=["chain", "inject_hyperparams", "multi_transform", "apply_if_finite", "MultiSteps", "masked"],
-)
-def test_in_other_transformations(params, wrap):
-    tx = wrap(fz.freeze(optax.adamw(0.1), "encoder/layer_0"))
-    new = jax.jit(lambda p: train(tx, p, p, steps=2))(params)
-    moved = jax.tree.map(lambda a, b: bits(a) != bits(b), new, params)
-    assert jax.tree.leaves(moved["encoder"]["layer_0"]) == [False, False]
-    assert moved["encoder"]["layer_1"]["kernel"]
-    assert moved["head"]["kernel"]
 
 
 SOME = np.arange(12).reshape(6, 2) % 3 == 0

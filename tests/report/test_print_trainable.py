@@ -31,9 +31,3 @@ def test_the_line(capsys, params, frozen, trainable, elements, percent):
     assert fz.print_trainable(params, frozen) is None
     expected = f"trainable params: {trainable} || all params: {elements} || trainable%: {percent}\n"
     assert capsys.readouterr() == (expected, "")
-
-
-def test_tied_leaves(capsys):
-    """The error is in ``wrong_calls.md``."""
-    fz.print_trainable(dict.fromkeys("ab", jnp.ones(2)), "a", tied="ignore")
-    assert capsys.readouterr().out.startswith("trainable params: 2 || all params: 4 ")

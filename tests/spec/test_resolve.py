@@ -125,21 +125,6 @@ class TestTrees:
         assert jax.tree.structure(answers) == jax.tree.structure(tree)
         assert jax.tree.leaves(answers) == expected
 
-    def test_nnx_state_drops_the_trailing_value(self):
-        class Model(nnx.Module):
-            def __init__(self, rngs):
-                self.encoder = nnx.Linear(2, 2, rngs=rngs)
-                self.value = nnx.Linear(2, 2, rngs=rngs)
-
-        model = Model(nnx.Rngs(0))
-        state = nnx.state(model, nnx.Param)
-        assert nnx.to_pure_dict(fz.resolve(state, "encoder/kernel")) == {
-            "encoder": {"kernel": True, "bias": False},
-            "value": {"kernel": False, "bias": False},
-        }
-        assert nnx.to_pure_dict(fz.resolve(state, fz.regex("value/.*")))["value"] == {"kernel": True, "bias": True}
-        assert fz.resolve(nnx.to_pure_dict(state), "encoder/kernel")["encoder"]["kernel"] is True
-
     def test_two_leaves_with_one_path_and_keys_that_do_not_sort(self):
         with pytest.raises(ValueError, match=r"same path\n  at: 1\n  got: \[1\] and \['1'\]\n"):
             fz.resolve(collections.OrderedDict([(1, jnp.ones(1)), ("1", jnp.ones(1)), ("a/b", jnp.ones(1))]), True)

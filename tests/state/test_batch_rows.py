@@ -253,15 +253,6 @@ class TestTheState:
         assert bits(restored[:2]) == bits((params, state))
         assert bits(trained(ADAM, *restored[:1], BATCHES, restored[1])) == bits(trained(ADAM, params, BATCHES, state))
 
-    def test_export(self):
-        step, args = jax.jit(step_of(ADAM)), (init(), ADAM.init(init()), jnp.array(BATCHES[0][0]), 1.0)
-        leaves, treedef = jax.tree.flatten(args)
-        flat = jax.jit(lambda *leaves: jax.tree.leaves(step(*treedef.unflatten(leaves))))
-        read = jax.export.deserialize(jax.export.export(flat)(*leaves).serialize())
-        for ids, _ in BATCHES:
-            leaves[-2] = jnp.array(ids)
-            assert_equal_up_to_rounding(read.call(*leaves), flat(*leaves))
-
     def test_bfloat16(self):
         params, state = trained(ADAM, init(jnp.bfloat16))
         assert params["table"].dtype == jnp.bfloat16

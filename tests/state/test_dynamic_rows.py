@@ -757,15 +757,6 @@ def test_rows_that_trained_before_belong_to_the_checkpoint(tmp_path):
 class TestSharded:
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
-    def test_fingerprint_and_checkpoint(self, tmp_path):
-        params = jax.device_put(jnp.ones((8, 4, 8)), NamedSharding(self.mesh, P("data")))
-        trains = lambda *index: ~fz.rows(jnp.array(index))  # noqa: E731
-        assert bits(fz.fingerprint(params, trains(5, 2))) == bits(fz.fingerprint(params, ~fz.rows([2, 5])))
-        checkpoint.save(tmp_path, params, trains(5, 2), step=0)
-        assert bits(checkpoint.restore(tmp_path, params, frozen=trains(2, 5))[0]) == bits(params)
-        with pytest.raises(ValueError, match="the spec differs"):
-            checkpoint.restore(tmp_path, params, frozen=trains(1, 5))
-
     def test_the_state_lies_beside_the_parameters(self):
         params = {"layers": jnp.ones((LAYERS, 8, 4)), "head": jnp.ones(4)}
         specs = {"layers": P(None, "data", "model"), "head": P()}
