@@ -188,14 +188,6 @@ def test_a_step_compiles_once_for_what_is_restored(tmp_path, committed, of_shape
     assert {leaf.committed for leaf in jax.tree.leaves((moved, state))} == {committed}
 
 
-def test_the_base_may_be_of_numpy_as_flax_reads_it(tmp_path):
-    base = {"encoder": jnp.arange(3.0), "head": jnp.zeros(2)}
-    checkpoint.save(tmp_path, {**base, "head": jnp.ones(2)}, "encoder", step=7)
-    read = flax.serialization.from_bytes(jax.tree.map(jnp.zeros_like, base), flax.serialization.to_bytes(base))
-    assert isinstance(read["encoder"], np.ndarray)
-    assert bits(checkpoint.restore(tmp_path, read)[0]) == bits({**base, "head": jnp.ones(2)})
-
-
 class TestSteps:
     def test_the_latest_is_restored(self, base, tmp_path):
         assert checkpoint.latest_step(tmp_path) is None

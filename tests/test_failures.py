@@ -120,17 +120,6 @@ def test_20_an_integer_leaf_with_a_float0_gradient():
     assert bits({**fz.apply_updates(params, grads), "w": 0}) == bits({**params, "w": 0})
 
 
-def test_21_tree_map_params_with_a_tree_of_specs(params, frozen):
-    """`tree_map_params` over a masked state with a spec tree: structure error unless `is_leaf` is given."""
-    tx = fz.freeze(optax.adam(0.1), frozen)
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding), params)
-    trainable, _ = fz.partition(shapes, frozen)
-    shardings = optax.tree_map_params(tx, lambda _, p: p.sharding, tx.init(params), trainable)
-    assert jax.tree.leaves(optax.tree.get(shardings, "mu")) == [sharding, sharding]
-
-
 def test_22_restoring_a_state_after_the_mask_changed(tmp_path):
     """Orbax puts None in the place of the missing moments, without an error; Flax fails on the structure."""
     narrow, wide = fz.freeze(optax.adam(0.1), "a"), fz.freeze(optax.adam(0.1), False)

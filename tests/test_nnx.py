@@ -568,13 +568,6 @@ def test_views_reach_the_module_inside(rngs, x, wrap):
     assert "use_running_average" in nnx.view_info(fnnx.Frozen(wrap(Block(rngs))))
 
 
-def test_taking_the_module_out_and_thawing_it_undoes_frozen(rngs, x):
-    model = nnx.Sequential(fnnx.Frozen(Block(rngs)))
-    assert "FrozenParam" in nnx.tabulate(model, x, console_kwargs={"width": 200})
-    model.layers[0] = fnnx.thaw(model.layers[0].module)
-    assert kinds(model) == kinds(nnx.Sequential(Block(nnx.Rngs(0))))
-
-
 class Adapted(nnx.Module):
     """Layers in a list, a shared one, a LoRA and a batch norm."""
 
@@ -677,12 +670,6 @@ def test_a_filter_of_a_tree_without_variables_is_refused(rngs, spec):
         fz.resolve({"norm": jnp.ones(2)}, {"norm": nnx.OfType(nnx.Param)})
     with pytest.raises(TypeError, match="looks at values"):
         fz.resolve(nnx.state(Adapted(rngs)), nnx.All(nnx.Param, lambda path, value: bool((value[...] > 0).all())))
-
-
-def test_what_is_no_module_is_refused():
-    for module, says in ((jnp.ones(2), "pass an instance"), (nn.Dense(1), r"optax_freeze\.linen")):
-        with pytest.raises(TypeError, match=f"(?s)thaw: not an NNX module.*{says}"):
-            fnnx.thaw(module)
 
 
 class Bridged(nnx.Module):

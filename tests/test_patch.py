@@ -3,8 +3,6 @@
 import pickle
 import sys
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,6 @@ import pytest
 import safetensors
 import safetensors.numpy
 from conftest import bits
-from flax import nnx
-from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,25 +30,8 @@ def moved(tree, frozen):
     return fz.combine(plan, fz.partition(tree, frozen)[1])
 
 
-class Norm(eqx.Module):
-    scale: jax.Array
-    act: object
-    eps: float = 1e-5
-
-
-class Boxed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
-        return nn.Dense(2, name="head")(nn.Dense(3, kernel_init=init, name="encoder")(x))
-
-
 TREES = {
     "dict": (lambda: {"encoder": normal(0, 4, 3), "head": normal(1, 2)}, "encoder"),
-    "FrozenDict": (lambda: FrozenDict({"encoder": normal(0, 4, 3), "head": normal(1, 2)}), "encoder"),
-    "boxed Linen": (lambda: Boxed().init(jax.random.key(0), jnp.ones((1, 4)))["params"], "encoder/bias"),
-    "nnx.State": (lambda: nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param), "bias"),
-    "Equinox": (lambda: [Norm(normal(0, 3), jax.nn.relu), Norm(normal(1, 3), jax.nn.gelu)], "0"),
     "bfloat16": (lambda: {"a": normal(0, 4, 3, dtype=jnp.bfloat16), "b": normal(1, 2)}, "b"),
     "float8": (lambda: {"a": normal(0, 4, 3, dtype=jnp.float8_e4m3fn), "b": normal(1, 2)}, {"a": MASK, "b": True}),
     "complex": (lambda: {"a": jax.lax.complex(normal(0, 4, 3), normal(1, 4, 3)), "b": normal(1, 2)}, "b"),

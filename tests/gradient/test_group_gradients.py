@@ -296,12 +296,3 @@ def test_under_strict_promotion(kind):
         assert str(fz.summary(params, fz.spec_of(state)))
         assert fz.currently_frozen(fz.migrate(state, tx, params)) == fz.currently_frozen(state)
         fz.assert_frozen(params, new, fz.spec_of(state))
-
-
-def test_the_spec_of_a_state():
-    params, tx = init(), fz.freeze_when(optax.sgd(0.1), {"a": True})
-    state = tx.init(params)
-    for value in (True, False):
-        assert fz.resolve(params, fz.spec_of(fz.set_frozen(state, {"a": value})))["a"] is value
-    with pytest.raises(ValueError, match="2 of fz"):
-        fz.spec_of((state, state))

@@ -1,7 +1,5 @@
 """The loss as a function of the trainable parameters."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +8,6 @@ import pytest
 from conftest import assert_equal_up_to_rounding, bits
 
 import optax_freeze as fz
-
-
-class TestRestrict:
-    def test_equals_the_function_of_the_whole(self, params, loss, batch, frozen):
-        trainable, rest = fz.partition(params, frozen)
-        restricted = fz.restrict(loss, rest)
-        assert restricted(trainable, batch) == loss(params, batch)
-        assert restricted(trainable, x=batch) == loss(params, x=batch)
-        assert restricted.__name__ == "loss_fn"
-        assert inspect.signature(restricted) == inspect.signature(loss)
 
 
 class TestValueAndGrad:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from conftest import bits, programs
 from flax import linen as nn
-from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
@@ -1008,17 +1007,3 @@ class TestFlax:
         params = Model().init(jax.random.key(0), X[:3])
         frozen = fz.rules({"**/embedding": fz.rows([0, 1, 4]), "**/kernel": fz.rows([1])}, default=True)
         self.check(lambda params: jnp.sum(Model().apply(params, X[:3]) ** 2), params, frozen)
-
-    @pytest.mark.parametrize("remat", [lambda fun: fun, nnx.remat])
-    def test_nnx_scan_of_what_is_not_stacked(self, remat):
-        graph, params = nnx.split(nnx.Embed(6, 4, rngs=nnx.Rngs(0)))
-
-        def loss(params):
-            @nnx.scan(in_axes=(None, nnx.Carry, 0), out_axes=nnx.Carry)
-            @remat
-            def forward(embed, x, tokens):
-                return jnp.tanh(embed(tokens) + embed.attend(x).sum())
-
-            return jnp.sum(forward(nnx.merge(graph, params), X[:3], jnp.arange(6).reshape(2, 3)) ** 2)
-
-        self.check(loss, params, fz.rules({"**": fz.rows(slice(0, 4))}))

@@ -78,14 +78,6 @@ class TestFunctionsOfPaths:
         optax.tree_map_params(fz.freeze(optax.adam(0.1), SPECS["rows"]), lambda x: shapes.append(x.shape), state)
         assert sorted(shapes) == sorted(2 * [(2,), (3, 2), (4, 1)])
 
-    def test_a_moment_becomes_a_full_leaf(self, params):
-        spec = SPECS["rows"]
-        tx = fz.freeze(optax.adam(0.1), spec)
-        _, state = tx.update(params, tx.init(params), params)
-        moment = fz.combine(optax.tree.get(state, "mu"), fz.partition(jax.tree.map(jnp.zeros_like, params), spec)[1])
-        assert moment["fc"]["kernel"][:, [0, 2]].any() == 0
-        assert moment["fc"]["kernel"][1:, 1].all()
-
     @pytest.mark.parametrize("kind", ["rows", "compact"])
     def test_an_update_of_another_shape_is_refused(self, params, kind):
         tx = fz.freeze(optax.stateless(lambda updates, _: jax.tree.map(lambda u: u[:1], updates)), SPECS[kind])

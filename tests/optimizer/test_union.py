@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import assert_equal_up_to_rounding, bits
-from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_freeze as fz
 from optax_freeze import checkpoint
@@ -189,16 +188,6 @@ def test_other_tools_know_the_union(tmp_path):
         parts[0].update(params, state, params)
     with pytest.raises(TypeError, match="different transformation"):
         tx.update(params, parts[0].init(params), params)
-
-
-def test_shardings_are_those_of_the_parameters():
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    params = jax.device_put(make_params(), NamedSharding(mesh, PartitionSpec()))
-    params["encoder"] = jax.device_put(jnp.ones((16, 3)), NamedSharding(mesh, PartitionSpec("data")))
-    tx = fz.union(*parts_of("leaves"))
-    shardings = fz.state_shardings(tx, params)
-    assert jax.tree.structure(shardings) == jax.tree.structure(tx.init(params))
-    assert [tuple(each.spec) for each in jax.tree.leaves(shardings.parts[0])] == [(), ("data",), ("data",)]
 
 
 def test_states_migrate_to_and_from_a_union():

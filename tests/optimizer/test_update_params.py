@@ -131,13 +131,6 @@ class TestIsUpdateAndApply:
         examples = lambda p: jax.tree.map(lambda x: jnp.stack([x, 2 * x]), p)  # noqa: E731
         same(fz.freeze_when(mean, {"head": fz.unfreeze_at(1)}), {"head": jnp.ones(2), "w": jnp.ones(1)}, grads=examples)
 
-    def test_vmap_over_an_ensemble(self):
-        params = {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))}
-        tx = fz.freeze_when(optax.adam(0.1), {"a": fz.alternate(1)})
-        state = jax.vmap(tx.init)(params)._replace(step=jnp.array([0, 1]))
-        new, _ = jax.vmap(functools.partial(fz.update_params, tx))(params, state, params)
-        assert [bits(new["a"][i]) != bits(params["a"][i]) for i in (0, 1)] == [False, True]
-
 
 @pytest.mark.parametrize("tx", [fz.freeze(optax.sgd(0.5), "v"), fz.freeze_when(optax.sgd(0.5), {"v": True})])
 def test_an_update_has_a_name_for_named_call(tx):

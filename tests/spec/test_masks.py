@@ -172,16 +172,6 @@ class TestRows:
         with pytest.raises(ValueError, match="at least one axis"):
             fz.resolve({"w": jnp.ones(())}, {"w": rows})
 
-    def test_wrong_arguments(self):
-        arrays = (np.ones((2, 2), bool), jnp.array(True), jnp.array(1), jnp.array([[1]]))
-        for index in ("0", True, 1.0, [0.5], slice(0, 1.5), slice(0, 2, 0), *arrays):
-            with pytest.raises(TypeError, match="row numbers"):
-                fz.rows(index)  # pyright: ignore
-        with pytest.raises(TypeError, match="row numbers"):
-            jax.jit(lambda i: fz.rows(i))(0)
-        with pytest.raises(TypeError, match="row numbers"):
-            fz.rows(0, None)  # pyright: ignore
-
     def test_selectors_with_masks(self):
         params = {"a": jnp.ones((4, 2)), "b": jnp.ones((4, 2))}
         first = fz.rules({"a": fz.rows(0)})

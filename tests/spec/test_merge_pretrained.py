@@ -114,19 +114,6 @@ def test_nnx():
     np.testing.assert_array_equal(model.kernel[...][:, :3], pure["kernel"])
 
 
-def test_equinox():
-    make = lambda n: eqx.nn.MLP(2, n, 4, 1, key=jax.random.key(n))  # noqa: E731
-    model, old = make(3), make(2)
-    first = old.layers[0]
-    pure = {"layers/0/weight": np.asarray(first.weight), "layers/0/bias": np.asarray(first.bias)}
-    for pretrained, loaded in ((pure, 2), (old, 2)):
-        merged, frozen, report = fz.merge_pretrained(model, pretrained)
-        assert jax.tree.structure(merged) == jax.tree.structure(model)
-        assert len(report.loaded) == loaded
-        assert fz.resolve(merged, frozen).layers[0].weight is True
-        np.testing.assert_array_equal(merged.layers[0].weight, old.layers[0].weight)
-
-
 class Setting(eqx.Module):
     w: jax.Array
     rate: float
