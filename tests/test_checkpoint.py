@@ -99,6 +99,14 @@ def test_the_base_is_never_written(tmp_path):
     assert abs(sizes[1_000_000] - sizes[10]) < 1_000 < sizes[10] < 100_000
 
 
+def test_random_keys_hyperparameters_and_several_arrays_of_a_part_in_the_state(base, tmp_path):
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.inject_hyperparams(optax.sgd)(0.1))
+    for step, inner in enumerate((noisy, optax.sm3(0.1))):  # which has an array for each axis of a leaf
+        state = fz.freeze(inner, SPECS["several runs"]).init(base)
+        checkpoint.save(tmp_path, base, SPECS["several runs"], step=step, opt_state=state)
+        assert bits(checkpoint.restore(tmp_path, base, opt_state=state)[1]) == bits(state)
+
+
 @pytest.mark.parametrize("place", [jnp.asarray, lambda x: jax.device_put(x, jax.devices()[0])])
 def test_arrays_that_jax_would_convert(place, tmp_path):
     """They are compared as they were written, and given back as JAX arrays."""
