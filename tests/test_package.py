@@ -168,7 +168,7 @@ def test_the_wheel_and_the_sdist_are_complete(tmp_path):
     assert held == {f"optax_freeze/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")} | {
         "optax_freeze/py.typed"
     }
-    assert "\n## Hardware status\n" in metadata
+    assert "\n## Limits\n" in metadata
     assert not re.search(
         r"\]\((?!https?://)|!\[", metadata
     )  # links to files, and pictures, which an index does not have
