@@ -24,7 +24,7 @@ import threading
 
 WIDTH, HEIGHT = 1400, 1600
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-SHOWN = ("index", "quickstart", "specs", "checks", "lisa", "performance", "api")
+SHOWN = ("index", "quickstart", "fine_tuning", "specs", "checks", "lisa", "performance", "api")
 
 # Loads each page in a frame of the width of the window, and writes what is wrong into an element of its own.
 HARNESS = """\

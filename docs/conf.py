@@ -76,6 +76,7 @@ MODULES = {
     "checkpoint": "optax_freeze.checkpoint",
     "features": "optax_freeze.features",
     "linen": "optax_freeze.linen",
+    "patch": "optax_freeze.patch",
     "optax_freeze.linen": "optax_freeze.linen",
 }
 OTHERS = {name.split()[0] for path in HERE.glob("inventories/*.txt") for name in path.read_text().splitlines()[3:]}
@@ -146,6 +147,22 @@ class NoEmptyLastLine(SphinxTransform):
         for block in list(self.document.findall(nodes.literal_block)):
             text = block.astext().rstrip("\n")
             block.replace_self(nodes.literal_block(text, text, **block.attributes))
+
+
+def describe_what_is_listed(app, docname, source):
+    """Below a table of the API stand the docstrings of its names, unless the page has a directive for them."""
+
+    def with_docstrings(table):
+        lines = []
+        for room, name in re.findall(r"^`(\w+)\.(\w+)`", table[0], re.MULTILINE):
+            full, value = f"{MODULES[room]}.{name}", getattr(importlib.import_module(MODULES[room]), name)
+            if f":: {full}\n" not in page:
+                lines.append(f".. auto{'class' if inspect.isclass(value) else 'function'}:: {full}\n")
+        return "".join([table[0], "\n```{eval-rst}\n", *lines, "```\n"])
+
+    page = source[0]
+    if docname == "api":
+        source[0] = re.sub(r"(?:^`\w+\.\w+` \| .*\n)+", with_docstrings, page, flags=re.MULTILINE)
 
 
 def types_as_written(app, what, name, value, options, signature, returns):
@@ -235,5 +252,6 @@ def setup(app):
     app.add_transform(FilesOutsideAreDownloads)
     app.add_transform(NoEmptyLastLine)
     app.add_transform(Signatures)
+    app.connect("source-read", describe_what_is_listed)
     app.connect("autodoc-process-signature", types_as_written)
     app.connect("missing-reference", link_a_type)

@@ -74,16 +74,20 @@ def epochs() -> dict[str, list[tuple[str, float]]]:
     return {name: [(way, number(row[f"{way}, s"])) for way in ("fz.freeze", "fz.precompute")] for name, row in chosen}
 
 
-def bars(axes: Axes, values: list[tuple[str, float]], texts: list[str] | None = None) -> None:
-    """Horizontal bars, the first on top."""
+def bars(axes: Axes, values: list[tuple[str, float]], texts: list[str] | None = None, line: float = 0.0) -> None:
+    """Horizontal bars, the first on top. A label that would stand on a dashed line stands behind it."""
     names, lengths = zip(*values, strict=True)
-    drawn = axes.barh(range(len(names)), lengths, color=[COLORS.get(name, OTHER) for name in names])
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # above the line of what a chip has
-    axes.bar_label(drawn, texts or [f"{length:.4g}" for length in lengths], padding=3, bbox=box, zorder=3)
+    axes.barh(range(len(names)), lengths, color=[COLORS.get(name, OTHER) for name in names])
+    texts = texts or [f"{length:.4g}" if length >= 1 else f"{length:.2g}" for length in lengths]
+    for i, (length, text) in enumerate(zip(lengths, texts, strict=True)):
+        start = line if length < line < length + 0.2 * max(lengths) else length
+        axes.annotate(text, (start, i), (4, 0), textcoords="offset points", va="center")
+    if line:
+        axes.axvline(line, color="#b2182b", linestyle="--")
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.25)
+    axes.margins(x=0.3)
 
 
 def draw_memory() -> Figure:
@@ -91,15 +95,15 @@ def draw_memory() -> Figure:
     for axes, (title, (name, of, chips, fits)) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         values = memory(name, f"{of}, GiB per chip", chips)
         texts = [f"{'over ' if alone else ''}{gib:.1f}" for gib, alone in values.values()]
-        bars(axes, [(tool, gib) for tool, (gib, _) in values.items()], texts)
-        axes.axvline(fits, color="#b2182b", linestyle="--")
+        bars(axes, [(tool, gib) for tool, (gib, _) in values.items()], texts, line=fits)
         axes.set_title(f"{title}", fontsize="medium")
     figure.suptitle("Last block, norm and head trainable: GiB per chip. Dashed: what a chip has")
     return figure
 
 
 def draw_costs() -> Figure:
-    figure = Figure(figsize=(10, 6), layout="constrained")
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12)
     upper, lower = figure.subfigures(2, 1, height_ratios=(3, 2))
     for axes, (title, values) in zip(upper.subplots(1, 3), costs().items(), strict=True):
         bars(axes, values)

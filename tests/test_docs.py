@@ -1,5 +1,6 @@
 """The documentation: links, files and names exist. (Examples are doctests; Sphinx checks that all pages are listed.)"""
 
+import doctest
 import pathlib
 import re
 
@@ -21,7 +22,7 @@ NOTEBOOKS = {"docs/lisa.md": "lisa", "docs/precompute.md": "train_on_features"}
 OTHER_FRAMEWORKS = "tests/gallery/test_other_frameworks.py"
 RUN_BY = {  # the pages with code that is not a doctest, and what runs it
     "README.md": "tests/test_readme.py",
-    "docs/command_line.md": "tests/test_main.py",
+    "docs/checks.md": "tests/test_main.py",
     "docs/does_it_fit.md": "tests/report/test_costs.py",
     "docs/equinox_haiku_keras.md": OTHER_FRAMEWORKS,
     "docs/errors.md": "tests/test_errors.py",
@@ -39,8 +40,8 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_there_are_at_most_29_pages_of_which_two_are_notebooks():
-    assert len(PAGES) - 1 <= 29  # without the README
+def test_there_are_at_most_30_pages_of_which_two_are_notebooks():
+    assert len(PAGES) - 1 <= 30  # without the README
     assert {str(page) for page in PAGES if "{code-cell}" in page.read_text()} == {"docs/development.md", *NOTEBOOKS}
     assert sum("executed by the tests" in page.read_text() for page in PAGES) == 1  # that the examples are, once
 
@@ -55,6 +56,16 @@ def test_a_notebook_shows_and_runs_its_example(page):
     used = set(re.findall(rf"\b{name or example}\.(\w+)", cells))
     assert {"compare", "report"} <= used
     assert all(re.search(rf"^(def )?{function}\b", script, re.MULTILINE) for function in used)
+
+
+@pytest.mark.parametrize("chosen", ["Flax Linen", "Flax NNX"])  # pytest runs the page with its last tab
+def test_each_tab_of_the_page_of_fine_tuning_goes_with_the_rest(chosen):
+    tabs = re.compile(r"^:::\{tab-item\} (.*?)\n(.*?)^:::$", re.MULTILINE | re.DOTALL)
+    page = pathlib.Path("docs/fine_tuning.md").read_text()
+    text = tabs.sub(lambda tab: tab[2] if tab[1] == chosen else "", page)
+    assert len(tabs.findall(page)) == 3
+    examples = doctest.DocTestParser().get_doctest(text, {}, chosen, "docs/fine_tuning.md", 0)
+    assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples).failed == 0
 
 
 def test_all_code_is_run():

@@ -397,7 +397,7 @@ class TestWrongInput:
 def test_the_page_shows_what_it_prints(tmp_path, capsys, monkeypatch):
     layers = {f"layer_{i}": {"kernel": jnp.ones((64, 64)), "bias": jnp.ones(64)} for i in range(12)}
     params = {"encoder": layers, "head": {"kernel": jnp.ones((64, 10))}}
-    page = pathlib.Path("docs/command_line.md").read_text()
+    page = pathlib.Path("docs/checks.md").read_text().partition("\n## Checkpoint files\n")[2].partition("\n## ")[0]
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "base", params)
     attention = {f"h.{i}.attn.{name}.weight": np.ones((64, 64), np.float16) for i in range(12) for name in "kv"}

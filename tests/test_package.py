@@ -124,9 +124,8 @@ def test_the_architecture_has_a_reason_for_each_long_file():
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_is_documented(name):
     function = getattr(fz, name)
-    if not inspect.isclass(function) or name == "Part":
-        assert f"`fz.{name}` | " in API
-    assert re.search(rf"optax_freeze\.{name}$", API, re.MULTILINE)
+    row = not inspect.isclass(function) or name == "Part"
+    assert (f"`fz.{name}` | " if row else f".. autoclass:: optax_freeze.{name}\n") in API
     doc = inspect.getdoc(function)
     assert doc is not None
     assert "Example:\n  >>> " in doc
@@ -154,7 +153,8 @@ def test_every_public_name_of_an_outer_module_is_documented(outer):
     public = {name: inspect.getdoc(value) for name, value in here.items() if not name.startswith("_")}
     assert public
     for name, doc in public.items():
-        assert re.search(rf"optax_freeze\.{outer}\.{name}$", API, re.MULTILINE)
+        listed = rf"^(`f?{outer}\.{name}` \| |\.\. autoclass:: optax_freeze\.{outer}\.{name}$)"
+        assert re.search(listed, API, re.MULTILINE)
         assert re.search(r"Example:\n  >>> ", doc)
 
 
@@ -169,7 +169,7 @@ def test_the_wheel_and_the_sdist_are_complete(tmp_path):
     assert held == {f"optax_freeze/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")} | {
         "optax_freeze/py.typed"
     }
-    assert "\n## Hardware status\n" in metadata
+    assert "\n## Limits\n" in metadata
     assert not re.search(
         r"\]\((?!https?://)|!\[", metadata
     )  # links to files, and pictures, which an index does not have

@@ -82,7 +82,7 @@ Each model trains for three steps with AdamW. The columns:
   fewer bytes. **Memory** is temporaries plus outputs, because XLA uses output buffers for temporary values and the
   gradient of a whole leaf is an output. **Temporaries** alone are listed, too.
 - **everything by**: the operation that computes the gradient of the whole leaf ([how the gradient of rows is
-  computed](../../docs/rows.md#how-the-gradient-of-rows-is-computed)); empty if only rows are computed.
+  computed](../../docs/how_it_works.md#how-the-gradient-of-rows-is-computed)); empty if only rows are computed.
 
 The tests require one compilation, no wrong bits, gradients within rounding, and at most {gallery.LIMIT} times the
 FLOPs, bytes and memory of both. In decoders, encoders, mixtures of experts (MoE), vision transformers (ViT) and
