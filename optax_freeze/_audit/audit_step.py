@@ -1,26 +1,31 @@
 """Finds leaks in a whole training step, of any framework: :func:`audit_step` runs it and reads its program."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
+from optax_freeze._audit.changed_gradients import NO_LOSS, ChangedGradients, not_known
 from optax_freeze._audit.diagnosis import leaks_of
+from optax_freeze._audit.probe import Probe
 from optax_freeze._audit.report import Audit
 from optax_freeze._audit.runs import Runs
-from optax_freeze._audit.step import Step
-from optax_freeze._errors import counted, described, in_one_line, type_error, value_error, whole_number
+from optax_freeze._audit.step import Step, opposite
+from optax_freeze._audit.step import other_batch as other_batch_of
+from optax_freeze._errors import described, in_one_line, type_error, value_error, whole_number
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import PyTree
 
-if TYPE_CHECKING:
-    from optax_freeze._audit.program import StepProgram
+Loss: TypeAlias = Callable[..., Any] | tuple[Callable[..., Any], ...] | Mapping[str, Callable[..., Any]] | None
 
 
 def audit_step(
-    step: Callable[..., Any],
+    make_step: Callable[..., Any],
     state: PyTree,
     *batch: Any,
+    loss: Loss = None,
     params: str | Callable[[Any], Any],
     frozen: Spec,
     steps: int = 3,
@@ -77,15 +82,22 @@ def audit_step(
       >>> [(leak.kind, leak.path, leak.cause) for leak in audit.leaks][::2]
       [('moved', 'encoder', 'weight decay'), ('state', 'encoder', 'state for frozen elements')]
     """
+    steps = whole_number("steps", steps, least=1, fix="steps=3")
+    losses = _losses(loss)
+    step = _made(make_step, losses.values()) if losses else make_step
     if not callable(step):
         expected, fix = "a function step(state, *batch)", "fz.audit_step(step, state, *batch, params=..., frozen=...)"
         raise type_error("`step` is not a function", at="step", got=described(step), expected=expected, fix=fix)
-    steps = whole_number("steps", steps, least=1, fix="steps=3")
     audited = Step(step, state, batch, keywords, params, frozen)
-    program, notes = _program(audited)
-    runs = Runs(audited, program, steps, *_others(audited, other_batch, other_values))
-    leaks = tuple(leaks_of(runs, program))
-    notes += [*runs.notes, *(_notes(program) if program is not None else [])]
+    others = _others(audited, other_batch, other_values)
+    if losses:
+        gradients, notes = _gradients(audited, make_step, losses, others[0])
+    else:
+        _refuse_factory(audited)
+        gradients, notes = None, [NO_LOSS]
+    runs = Runs(audited, gradients, steps, *others)
+    leaks = tuple(leaks_of(runs, gradients))
+    notes += [*runs.notes, *(gradients.notes() if gradients is not None else [])]
     selections = audited.plan.selections
     in_part_or_whole = sum(selection is not TRAINABLE for selection in selections)
     return Audit(leaks, len(selections), in_part_or_whole, steps, "; ".join(notes), audited.calls)
@@ -107,42 +119,95 @@ def _others(step: Step, batch: Any, values: Any) -> tuple[Any, Any]:
     }
 
 
-def _program(step: Step) -> "tuple[StepProgram | None, list[str]]":
-    """The program of a step, if it can be read, and what is not known."""
-    from optax_freeze._audit.program import StepProgram  # loads jax.extend, which takes longer than this library
+def _losses(loss: Any) -> "dict[str | int, Callable[..., Any]]":
+    """The losses by the path of the subtree that they get, or by their number."""
+    if loss is None:
+        return {}
+    several = loss if isinstance(loss, tuple) else (loss,)
+    found: dict[str | int, Any] = dict(loss) if isinstance(loss, Mapping) else dict(enumerate(several))
+    for key, fun in found.items():
+        if not callable(fun):
+            expected, fix = "a function, a tuple of functions, or {path: function}", "loss=loss"
+            raise type_error(
+                "`loss` is not a function", at=f"loss {key}", got=described(fun), expected=expected, fix=fix
+            )
+    return found
 
+
+def _made(make_step: Any, losses: Any) -> Any:
+    """The step that a factory makes."""
+    losses = [*losses]
+    names = ", ".join(["loss"] if len(losses) == 1 else [f"loss{n}" for n in range(len(losses))])
+    expected = f"a function of the {'loss' if len(losses) == 1 else 'losses'} that returns step(state, *batch)"
+    fix = f"def make_step({names}): ...; return step; or, without loss=, what runs show: fz.audit_step(step, ...)"
+    what, at = "`make_step` does not make a step", f"make_step({names})"
+    if not callable(make_step):
+        raise type_error(what, at=at, got=described(make_step), expected=expected, fix=fix)
     try:
-        return StepProgram(step), []
+        step = make_step(*losses)
     except Exception as error:
-        text = f"the step cannot be traced ({type(error).__name__}: {in_one_line(error)[:60]}): {_UNKNOWN}"
-        return None, [text]
+        got = f"{type(error).__name__}: {in_one_line(error)[:80]}"
+        raise type_error(what, at=at, got=got, expected=expected, fix=fix) from error
+    if not callable(step):
+        raise type_error(what, at=at, got=described(step), expected=expected, fix=fix)
+    return step
 
 
-_UNKNOWN = "which gradients are computed, and what reads them, is not known"
+def _refuse_factory(step: Step) -> None:
+    """A ``TypeError`` if a step that was given without a loss is a function which makes one."""
+    fun = step.function
+    given = (step.start, *step.batch[0])
+    try:
+        signature = inspect.signature(fun)
+        signature.bind(*given, **step.batch[1])
+        return
+    except (TypeError, ValueError):
+        pass
+    try:
+        signature = inspect.signature(fun)
+        signature.bind(None)
+    except (TypeError, ValueError):
+        return
+    raise type_error(
+        "`step` does not take the state and the batch",
+        at=f"step{signature}",
+        got=f"{len(given)} arguments",
+        expected="step(state, *batch)",
+        fix="if it makes the step of a loss, pass that: fz.audit_step(make_step, state, *batch, loss=loss, ...)",
+    )
 
 
-def _notes(program: "StepProgram") -> list[str]:
-    """What a program does not show."""
-    notes, gradients = [], program.for_results
-    if not program.has_backward:
-        notes.append(f"the program of the step has no backward pass of JAX: {_UNKNOWN}")
-    if program.inner[1]:
-        text = "a loop, a branch or a shard_map may compute gradients of frozen parameters"
-        notes.append(f"{text}: whether it does, and what reads them, is not known")
-    if program.ambiguous:
-        shapes = ", ".join(map(str, sorted(program.ambiguous)))
-        found = counted(len(program.ambiguous), "shape", "shapes")
-        notes.append(f"gradients of {found} may belong to several parameters or to none, and are not judged: {shapes}")
-    if program.flat:
-        sizes = " and ".join(f"{size:,}" for size in program.flat)
-        notes.append(f"a gradient of {sizes} numbers may contain those of frozen parameters, and is not judged")
-    if kept := program.untrained[1]:
-        paths = ", ".join(program.paths(kept)[:3])
-        notes.append(f"the step returns {counted(len(kept), 'trainable leaf', 'trainable leaves')} as given: {paths}")
-    if gradients:
-        leaves = counted(len({g.leaves for g in gradients}), "frozen leaf", "frozen leaves")
-        inside = any(g.flops is None for g in gradients)
-        flops = f"{sum(g.flops or 0 for g in gradients):,} of {program.flops:,} FLOPs"
-        cost = "in a loop, a branch or a shard_map" if inside else flops
-        notes.append(f"gradients of {leaves} are computed only for results beside the state ({cost})")
-    return notes
+def _gradients(
+    step: Step, make_step: Callable[..., Any], losses: "Mapping[str | int, Callable[..., Any]]", batch: Any
+) -> "tuple[ChangedGradients | None, list[str]]":
+    """The gradients of a step with changed losses; None if the step runs only without."""
+    leaves, paths = step.plan.leaves, {i: step.plan.leaves[i].path for i in step.params}
+    masks = {i: True if step.is_frozen(i) else step.mask(i) if step.plan.selections[i].in_part else None for i in paths}
+    probe = Probe({i: tuple(leaves[i].shape or ()) for i in paths}, paths, masks)
+    probe.losses = len(losses)
+    for at in losses:
+        if isinstance(at, str) and not any(path == at or path.startswith(f"{at}/") for path in paths.values()):
+            fix = f"nearest paths: {nearest(at, list(paths.values()))}"
+            got, expected = repr(at), "the path of the subtree of the parameters that the loss gets"
+            raise value_error("`loss` has a path that matches nothing", at="loss", got=got, expected=expected, fix=fix)
+
+    def make(way: str) -> Step:
+        if way == "plain":
+            return step.with_function(_made(make_step, losses.values()))
+        paths = [at if isinstance(at, str) else None for at in losses]
+        changed = [probe.loss(n, fun, at, way) for n, (at, fun) in enumerate(zip(paths, losses.values(), strict=True))]
+        return step.with_function(_made(make_step, changed))
+
+    plain = step.function
+    step.function = make("tamper").function
+    if batch is True:
+        batches = [opposite(step.batch), other_batch_of(step.batch)]
+    else:
+        batches = [] if batch is False else [(tuple(batch), step.batch[1])]
+    try:
+        step.advance(step.start)
+    except Exception as error:
+        step.function = plain
+        step.advance(step.start)  # an error of the step itself is raised here
+        return None, [not_known(error)]
+    return ChangedGradients(step, probe, make, batches), []

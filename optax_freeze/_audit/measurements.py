@@ -74,6 +74,13 @@ def share(shift: Any, plain: Any, shifted: Any) -> float:
     return float(shares.mean()) if np.ptp(shares) <= 1e-2 * abs(shares.mean()) else 0.0
 
 
+def is_cast_of(copy: Any, value: Any) -> bool:
+    """Whether an array has the values of another one, up to the rounding of a cast to the coarser of their types."""
+    a, b = (jnp.asarray(to_device(x)) for x in (copy, value))
+    coarser = min((a.dtype, b.dtype), key=lambda dtype: jnp.finfo(dtype).bits)
+    return bool((a.astype(coarser) == b.astype(coarser)).all())
+
+
 def _array(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 

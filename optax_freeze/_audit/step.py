@@ -7,6 +7,7 @@ as well. A copy of the state is made for each call, so that a step may donate it
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy as copy_of
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.entries import Entry, entries_of
 from optax_freeze._state.own_states import outermost_states, states_in
+
+_LATER = 100, 1000, 720_719_999, 720_720_000
 
 State = list[Any]
 """The arrays of a state, and its other leaves."""
@@ -53,6 +56,7 @@ class Step:
       donates: whether the step may delete its arguments.
       objects: whether the state has NNX variables, which a step may change in place.
       calls: how often the step was called.
+      function: ``function(state, *batch)``.
     """
 
     is_fresh, other_part, donates = False, causes.OTHER_PART, True
@@ -68,7 +72,7 @@ class Step:
         params: Any,
         frozen: Spec,
     ) -> None:
-        self._step, self.batch, self.calls = step, (tuple(batch), dict(keywords)), 0
+        self.function, self.batch, self.calls = step, (tuple(batch), dict(keywords)), 0
         walk = _tree.walk(state)
         self.objects = bool(walk.variables)
         self._treedef, self._type = jax.tree.structure(state), type(state)
@@ -121,6 +125,12 @@ class Step:
             if id(place) in positions and not isinstance(variable, streams)
         }
 
+    def with_function(self, function: Callable[..., Any]) -> "Step":
+        """The same step, computed by another function."""
+        other = copy_of(self)
+        other.function = function
+        return other
+
     @property
     def frozen(self) -> list[int]:
         """The parameters with frozen elements."""
@@ -147,11 +157,17 @@ class Step:
                 state = self(state, jax.tree.map(given, self.batch if batch is None else batch))[0]
             yield state
 
+    def advance(self, state: State, batch: Any = None) -> tuple[State, list[Any]]:
+        """:meth:`__call__` with copies of a state and of a batch, which remain."""
+        given = copy if self.donates else lambda leaf: leaf
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return self(list(map(given, state)), jax.tree.map(given, self.batch if batch is None else batch))
+
     def __call__(self, leaves: State, batch: Any) -> tuple[State, list[Any]]:
         """The leaves of the new state, and those of the other results; the step may delete what it is given."""
         given, self.calls = self._state(leaves), self.calls + 1
         try:
-            out = self._step(given, *batch[0], **batch[1])
+            out = self.function(given, *batch[0], **batch[1])
         except Exception as error:
             error.add_note("fz.audit_step: from step(state, *batch)")
             raise
@@ -193,6 +209,17 @@ class Step:
         """The parameter that a leaf of the state belongs to."""
         entry = self.entries.get(k)
         return None if entry is None or entry.leaf is None else self.index_of.get(entry.leaf)
+
+    def ends_with(self, k: int, i: int) -> bool:
+        """Whether the path of a leaf of the state ends with that of a parameter, whose shape it has."""
+        path, at = self.plan.leaves[i].path, self.paths[k]
+        return np.shape(self.start[k]) == np.shape(self.start[self.params[i]]) and f"/{at}".endswith(f"/{path}")
+
+    def later(self, counters: Sequence[int]) -> Iterator[tuple[int, dict[int, Any]]]:
+        """Large numbers, divisible by many and one less, and the changes of a state with such counters."""
+        for number in _LATER if counters else ():
+            fits = [k for k in counters if np.iinfo(self.start[k].dtype).max >= number]
+            yield number, {k: like(self.start[k], jnp.asarray(number, self.start[k].dtype)) for k in fits}
 
     def tree(self, k: int) -> str:
         """The path of the tree that has the structure of the parameters, and a leaf of the state in it."""
@@ -293,6 +320,12 @@ def other_batch(batch: Any) -> Any:
         return _mixed(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[::-1]
 
     return jax.tree.map(other, batch)
+
+
+def opposite(batch: Any) -> Any:
+    """A batch whose floating-point numbers have the other sign."""
+    is_inexact = lambda leaf: is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)  # noqa: E731
+    return jax.tree.map(lambda leaf: -leaf if is_inexact(leaf) else leaf, batch)
 
 
 @jax.jit
