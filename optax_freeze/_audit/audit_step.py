@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from optax_freeze._audit.changed_gradients import NO_LOSS, ChangedGradients, not_known
 from optax_freeze._audit.diagnosis import leaks_of
@@ -17,6 +17,9 @@ from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import PyTree
+
+if TYPE_CHECKING:
+    from optax_freeze._audit.untaken_branches import UntakenBranches
 
 Loss: TypeAlias = Callable[..., Any] | tuple[Callable[..., Any], ...] | Mapping[str, Callable[..., Any]] | None
 
@@ -95,7 +98,7 @@ def audit_step(
     else:
         _refuse_factory(audited)
         gradients, notes = None, [NO_LOSS]
-    runs = Runs(audited, gradients, steps, *others)
+    runs = Runs(audited, gradients, steps, *others, _branches(audited))
     leaks = tuple(leaks_of(runs, gradients))
     notes += [*runs.notes, *(gradients.notes() if gradients is not None else [])]
     selections = audited.plan.selections
@@ -175,6 +178,16 @@ def _refuse_factory(step: Step) -> None:
         expected="step(state, *batch)",
         fix="if it makes the step of a loss, pass that: fz.audit_step(make_step, state, *batch, loss=loss, ...)",
     )
+
+
+def _branches(step: Step) -> "UntakenBranches | None":
+    """The branches of a step, if it can be traced; otherwise Python decides which code runs."""
+    from optax_freeze._audit.untaken_branches import UntakenBranches  # loads jax.extend: slow
+
+    try:
+        return UntakenBranches(step)
+    except Exception:
+        return None
 
 
 def _gradients(

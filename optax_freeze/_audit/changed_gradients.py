@@ -20,6 +20,7 @@ from optax_freeze._errors import counted, in_one_line, is_array
 from optax_freeze._spec.memory_kinds import to_device
 
 _GROUPS = 16
+_LONG = 64
 _ZEROS_ONLY = (CHANGES.index("huge"), CHANGES.index("nan"))
 _NOT_KNOWN = "which gradients of frozen parameters are computed, and what reads them, is not known"
 
@@ -65,13 +66,14 @@ class ChangedGradients:
         if computed:
             self._with_others(before, results, computed)
 
-    def clear(self) -> None:
-        """Forgets which gradients were computed."""
-        self._probe.computed.clear()
+    def begin(self, before: State) -> None:
+        """Before each step of the run that is repeated."""
+        self._probe.begin({i: before[k] for i, k in self._step.params.items()})
 
     def _run(self, before: State, change: int | None = None, leaves: Collection[int] = (), batch: Any = None) -> State:
         """The leaves of the new state, and the other results, of one step with other gradients."""
         probe = self._probe
+        self.begin(before)
         probe.change, probe.chosen = change, frozenset(leaves)
         try:
             new, others = self._step.advance(before, batch)
@@ -180,24 +182,14 @@ class ChangedGradients:
         if inside:
             self._probe.computed.clear()
             try:
-                jax.block_until_ready(jax.jit(self._traced)(*self._arrays))
+                jax.block_until_ready(
+                    jax.jit(_results(self._step))(*self._step.arrays_of(self._step.start, self._step.batch)[0])
+                )
                 jax.effects_barrier()
             except Exception:  # it reads values, and cannot be compiled as a whole
                 return [], left
         needed = self._probe.computed
         return [i for i in inside if i not in needed], [i for i in left if i not in inside or i in needed]
-
-    @property
-    def _arrays(self) -> list[Any]:
-        leaves = jax.tree.leaves((self._step.start, self._step.batch))
-        return [to_device(leaf) for leaf in leaves if is_array(leaf)]
-
-    def _traced(self, *arrays: Any, step: Step | None = None) -> list[Any]:
-        """A step as a function of arrays alone, which returns those that it computes."""
-        given, (leaves, structure) = iter(arrays), jax.tree.flatten((self._step.start, self._step.batch))
-        filled = [next(given) if is_array(leaf) else leaf for leaf in leaves]
-        new, others = (step or self._step)(*jax.tree.unflatten(structure, filled))
-        return [x for x in (*new, *others) if isinstance(x, jax.Array)]
 
     @functools.cached_property
     def flops(self) -> tuple[int, int | None]:
@@ -209,7 +201,7 @@ class ChangedGradients:
         for way in ("plain", "stop"):
             step = self._make(way)
             try:
-                closed = jax.make_jaxpr(functools.partial(self._traced, step=step))(*self._arrays)
+                closed = jax.make_jaxpr(_results(step))(*step.arrays_of(step.start, step.batch)[0])
             except Exception:
                 return 0, None
             program, _ = without_unused(closed, [True] * len(closed.jaxpr.outvars))
@@ -228,24 +220,33 @@ class ChangedGradients:
         """
         step, probe = self._step, self._probe
         still = [i for i in step.params if not step.is_frozen(i) and i in probe.given and i not in self._moved]
-        still = [i for i in still if not any(step.owner(k) == i for k in step.kept)]
-        if not self._moved:  # an accumulation may not be complete
-            still = [] if any(self._is_state(k) for k in self._reached) else still
+        still = [i for i in still if step.plan.leaves[i].path not in step.in_groups]
         kept = [i for i in still if i not in probe.differentiated]
         left = [i for i in still if i in probe.differentiated and (i in probe.nonzero or self._is_read(i))]
         return (self._still_later(left) if left else []), kept
 
-    def _is_state(self, k: int) -> bool:
-        return k < len(self._step.start) and k not in self._param_at
-
     def _still_later(self, leaves: Sequence[int]) -> list[int]:
-        """The parameters that do not move with larger counters either, which a schedule may read."""
+        """The parameters that do not move either with larger counters, which a schedule may read, or, if their state
+        does, in many more steps, which an accumulation may need."""
         step = self._step
+
+        def still(old: State, new: State) -> list[int]:
+            moved = self._differing(old, new)
+            return [i for i in leaves if not moved.get(step.params[i], (0, 0))[1]]
+
         for _, counters in step.later(self.counters):
-            new = self._run([counters.get(k, leaf) for k, leaf in enumerate(step.start)])
-            moved = self._differing(step.start, new)
-            leaves = [i for i in leaves if not moved.get(step.params[i], (0, 0))[1]]
-        return list(leaves)
+            leaves = still(step.start, self._run([counters.get(k, leaf) for k, leaf in enumerate(step.start)]))
+        state = step.start
+        for _ in range(_LONG if any(map(self._reaches_state, leaves)) else 0):
+            state, _ = step.advance(state)
+        return still(step.start, state)
+
+    def _reaches_state(self, i: int) -> bool:
+        """Whether an array of the state that may belong to a parameter depends on the gradients."""
+        step = self._step
+        state = (k for k in self._reached if k < len(step.start) and k not in self._param_at)
+        size = np.size(step.start[step.params[i]])
+        return any(step.owner(k) == i or (step.owner(k) is None and np.size(step.start[k]) >= size) for k in state)
 
     def _is_read(self, i: int) -> bool:
         """Whether something else in the step depends on the value of a parameter."""
@@ -285,6 +286,11 @@ class ChangedGradients:
                 f"a loss gets a part of {paths(sorted(probe.other_shape))}, of which some elements are frozen: whether"
                 " their gradient is read is not known"
             )
+        if probe.other_values:
+            yield (
+                f"a loss gets other values of {paths(sorted(probe.other_values))} than the parameters have, in another"
+                " order or changed: whether the gradient of its frozen elements is read is not known"
+            )
         if probe.twice:
             yield (
                 f"the gradient of the loss is differentiated again ({paths(sorted(probe.twice))}): what else reads"
@@ -318,6 +324,17 @@ class ChangedGradients:
                 f"gradients of {leaves} are computed{cost}, but no parameter and no state depends on them: results"
                 " beside the state, a callback or what did not run may read them"
             )
+
+
+def _results(step: Step) -> Callable[..., list[Any]]:
+    """A step as a function of arrays alone, which returns those that it computes."""
+    _, filled = step.arrays_of(step.start, step.batch)
+
+    def results(*arrays: Any) -> list[Any]:
+        new, others = step(*filled(arrays))
+        return [x for x in (*new, *others) if isinstance(x, jax.Array)]
+
+    return results
 
 
 def not_known(error: Exception) -> str:

@@ -71,6 +71,8 @@ def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
             yield leak(step.other_part)
     elif later and runs.decays(position, later[:1]):
         yield leak(causes.DECAY, later[0])
+    elif later and not step.is_fresh and path not in step.in_groups:
+        yield leak(causes.LATER, later[0])
     elif later:
         runs.notes.append(f"{path or 'the parameter'} moves in a later step ({later[0]}), as a schedule may want it")
     if reacts and unexplained in moves:
@@ -87,6 +89,10 @@ def _moved_state(runs: Runs) -> Iterator[Leak]:
         if count:
             got = f"{count} elements of an average that equals the frozen value move in some steps{far}"
             yield _leak("moved", causes.AVERAGE, step.paths[k], got, count)
+    for k in runs.copies:
+        for count, got in [*runs.moves(k).values()][:1]:
+            cause = causes.DECAY if runs.decays(k, [""]) else causes.COPY
+            yield _leak("moved", cause, step.paths[k], got.replace("frozen elements", "elements"), count)
     for k in runs.statistics():
         for count, got in [*runs.moves(k).values()][:1]:
             yield _leak("moved", causes.STATISTICS, step.paths[k], got.replace("frozen elements", "elements"), count)

@@ -23,7 +23,7 @@ from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Part
 
 ZERO = CHANGES.index("zero")
-_NONE, _ALSO_ZEROS = -1, len(CHANGES)
+_NONE, _ALSO_ZEROS, _SAMPLE = -1, len(CHANGES), 64
 
 
 class Probe:
@@ -39,6 +39,7 @@ class Probe:
       called: the losses that were called, by number.
       given: the parameters that a loss was given.
       other_shape: those of them whose frozen elements are not known, since the loss gets another shape.
+      other_values: those that are frozen in part, of which a loss gets other values than the parameters have.
       differentiated: the parameters with respect to which a loss is differentiated.
       nonzero: those of them whose gradient is not a symbolic zero.
       eager: those of them whose gradient is computed outside of any jitted function.
@@ -49,6 +50,10 @@ class Probe:
     def __init__(self, shapes: Mapping[int, tuple[int, ...]], paths: Mapping[int, str], masks: Mapping[int, Any]):
         self._shapes, self._paths, self._masks = shapes, paths, masks
         self._number_of = {path: i for i, path in paths.items()}
+        self._samples = {
+            i: _sample(mask, shapes[i]) for i, mask in masks.items() if mask is not True and mask is not None
+        }
+        self._expected: dict[int, np.ndarray] = {}
         self._below = _subtrees(paths.values())
         self.losses = 0
         self.change: int | None = None
@@ -58,11 +63,17 @@ class Probe:
         self.called: set[int] = set()
         self.given: set[int] = set()
         self.other_shape: set[int] = set()
+        self.other_values: set[int] = set()
         self.differentiated: set[int] = set()
         self.nonzero: set[int] = set()
         self.eager: set[int] = set()
         self.twice: set[int] = set()
         self.several: set[tuple[str, ...]] = set()
+
+    def begin(self, values: Mapping[int, Any]) -> None:
+        """Before a step from these parameters, by number: forgets what was computed."""
+        self.computed.clear()
+        self._expected = {i: np.asarray(values[i][places]) for i, places in self._samples.items()}
 
     def loss(self, number: int, fun: Callable[..., Any], at: str | None = None, way: str = "tamper") -> Any:
         """A loss with the same value; ``at`` is the path of the parameters that it gets, if they are a part.
@@ -139,7 +150,7 @@ class Probe:
 
     def _identity(self, value: Any, i: int | tuple[str, ...], way: str) -> Any:
         if isinstance(i, tuple):
-            return _identity(lambda: self.several.add(i), lambda ct: ct)(value) if way == "tamper" else value
+            return _identity(lambda: self.several.add(i), lambda _, ct: ct)(value) if way == "tamper" else value
         if isinstance(value, Part):
             return jax.tree.map(lambda array: self._tampering(i, None)(array), value) if way == "tamper" else value
         mask = self._mask_for(i, np.shape(value))
@@ -161,10 +172,15 @@ class Probe:
     def _tampering(self, i: int, mask: Any) -> Callable[[Any], Any]:
         """The identity whose gradient is changed if the host says so when the step runs."""
 
-        def asked() -> np.ndarray:
+        def asked(*sample: Any) -> np.ndarray:
             self.computed.add(i)
-            is_chosen = self.change is not None and i in self.chosen and (mask is not None or self.change == ZERO)
-            code = self.change + _ALSO_ZEROS * self.zeros if is_chosen and self.change is not None else _NONE
+            code = _NONE
+            if self.change is not None and i in self.chosen and (mask is not None or self.change == ZERO):
+                code = self.change + _ALSO_ZEROS * self.zeros
+                given = [self._expected[i].astype(x.dtype).tobytes() == np.asarray(x).tobytes() for x in sample]
+                if self.change != ZERO and not all(given):
+                    self.other_values.add(i)
+                    code = _NONE
             return np.asarray(code, np.int32)
 
         @jax.custom_jvp
@@ -183,17 +199,25 @@ class Probe:
             factor = jnp.where(code < 0, 1, jnp.where(code == 0, -1, 0))
             return tamper(ct, code), (tangents[0] * factor).astype(ct.dtype)
 
-        def backward(ct: Any) -> Any:
+        def backward(x: Any, ct: Any) -> Any:
             self.nonzero.add(i)
             if not isinstance(ct, Tracer):
                 self.eager.add(i)
-            code = jax.pure_callback(asked, jax.ShapeDtypeStruct((), np.int32))
+            code = jax.pure_callback(asked, jax.ShapeDtypeStruct((), np.int32), *self._sampled(i, mask, x))
             return with_sharding(explicit_sharding(ct), tamper, ct, code)
 
         return _identity(lambda: self.differentiated.add(i), backward)
 
+    def _sampled(self, i: int, mask: Any, x: Any) -> list[Any]:
+        """Some frozen elements of a parameter of which others train: a loss may get it in another order."""
+        if mask is True or mask is None:
+            return []
+        places = self._samples[i][-x.ndim :]
+        take = lambda x: x[places]  # noqa: E731
+        return [with_sharding(explicit_sharding(x, places[0].shape), take, x)]
 
-def _identity(differentiated: Callable[[], None], backward: Callable[[Any], Any]) -> Callable[[Any], Any]:
+
+def _identity(differentiated: Callable[[], None], backward: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
     """An identity that tells when it is differentiated, and changes cotangents that are not symbolic zeros."""
 
     @jax.custom_vjp
@@ -203,12 +227,19 @@ def _identity(differentiated: Callable[[], None], backward: Callable[[Any], Any]
     def forward(x: Any) -> Any:
         if x.perturbed:
             differentiated()
-        return x.value, None
+        return x.value, x.value
 
     identity.defvjp(
-        forward, lambda _, ct: (None if isinstance(ct, SymbolicZero) else backward(ct),), symbolic_zeros=True
+        forward, lambda x, ct: (None if isinstance(ct, SymbolicZero) else backward(x, ct),), symbolic_zeros=True
     )
     return identity
+
+
+def _sample(mask: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """The indices of some frozen elements."""
+    places = np.argwhere(np.broadcast_to(mask, shape))
+    chosen = np.random.default_rng(0).permutation(len(places))[:_SAMPLE]
+    return tuple(places[chosen].T)
 
 
 def _subtrees(paths: Collection[str]) -> dict[str, set[str]]:

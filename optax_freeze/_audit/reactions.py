@@ -60,7 +60,7 @@ def changed(value: Any, change: Any) -> Any:
 
 def differences(values: Sequence[Any], expected: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
     """For each pair of arrays how many elements differ where frozen, and how many elsewhere."""
-    return [_difference(*each) for each in zip(values, expected, frozen, strict=True)]
+    return [_difference(a, b, mask) for a, b, mask in zip(values, expected, frozen, strict=True)]
 
 
 @jax.jit

@@ -23,6 +23,7 @@ from optax_freeze._state.entries import Entry
 
 if TYPE_CHECKING:
     from optax_freeze._audit.changed_gradients import ChangedGradients
+    from optax_freeze._audit.untaken_branches import UntakenBranches
 
 ANOTHER_BATCH, ANOTHER_VALUES, ANOTHER_STATE = (
     "another batch",
@@ -87,13 +88,21 @@ class Runs:
       watched: the positions of leaves that are compared, with their frozen elements.
       held: the positions of state for frozen elements, with the number of their parameter; None: all of them.
       averages: for each average of frozen values its parameter, and how many elements rounding changes.
+      copies: the other copies of frozen values that move, with their parameters.
       notes: the runs that could not be made, and what they would have shown.
     """
 
     def __init__(
-        self, step: Step, gradients: "ChangedGradients | None", steps: int, batch: Any = True, values: Any = True
+        self,
+        step: Step,
+        gradients: "ChangedGradients | None",
+        steps: int,
+        batch: Any = True,
+        values: Any = True,
+        branches: "UntakenBranches | None" = None,
     ) -> None:
-        self.step, self.gradients, self.steps, self.notes = step, gradients, steps, []
+        self.step, self.gradients, self.steps, self.branches = step, gradients, steps, branches
+        self.notes: list[str] = []
         self._statistics = step.statistics()
         self.watched = {step.params[i]: step.plan.selections[i] for i in step.frozen}
         self.watched |= dict.fromkeys(step.bits.values(), FROZEN) | dict.fromkeys(self._statistics, FROZEN)
@@ -102,6 +111,7 @@ class Runs:
         self.records: dict[str, Record] = {"": self._first()}
         own = other_values(step) if values is True else dict(values or {})
         self.averages = self._averages(pairs, own)
+        self.copies = self._other_copies(pairs)
         if batch is not False:
             given = other_batch(step.batch) if batch is True else (tuple(batch), step.batch[1])
             self._run(ANOTHER_BATCH, "other_batch", {}, given)
@@ -116,13 +126,17 @@ class Runs:
             self._run(ANOTHER_STATE, "", moments)
         self._run_later()
         self.held = self._held()
+        if branches is not None:
+            moved = {k for record in self.records.values() for k in record.moves}
+            self.notes += branches.note([i for i in step.frozen if step.params[i] in moved])
 
     def _first(self) -> Record:
         step, gradients = self.step, self.gradients
         record, before = Record(self, step.start), step.start
         for _ in range(self.steps):
             if gradients is not None:
-                gradients.clear()
+                gradients.begin(before)
+            self._see(before)
             state, others = step.advance(before)
             record.add(state)
             if gradients is not None:
@@ -133,6 +147,10 @@ class Runs:
             gradients.counters = self._counters
             gradients.ask_zeros()
         return record
+
+    def _see(self, state: State, batch: Any = None) -> None:
+        if self.branches is not None:
+            self.branches.see(state, batch)
 
     def _counters_of(self, last: State) -> list[int]:
         """The integers that count the steps."""
@@ -147,10 +165,14 @@ class Runs:
 
     def _run(self, name: str, option: str, changes: Mapping[int, Any], batch: Any = None, steps: int = 0) -> None:
         step = self.step
-        record = Record(self, [changes.get(k, leaf) for k, leaf in enumerate(step.start)])
+        given = [changes.get(k, leaf) for k, leaf in enumerate(step.start)]
+        record, left = Record(self, given), steps or self.steps
         try:
-            for state in step.run(steps or self.steps, changes, batch):
+            self._see(given, batch)
+            for state in step.run(left, changes, batch):
                 record.add(state)
+                if left := left - 1:
+                    self._see(state, batch)
         except Exception as error:
             fix = f": pass {option}=, or {option}=False" if option else ""
             text = f"{type(error).__name__}: {in_one_line(error)[:60]}"
@@ -166,19 +188,15 @@ class Runs:
             del self.notes[quiet:]
 
     def _copies(self) -> dict[int, int]:
-        """The leaves of the state that may be copies or averages of parameters with frozen elements, by their values.
-
-        Those of an optimizer belong to a parameter by their place in its state.
-        """
+        """The leaves of the state that have the values of a parameter with frozen elements, and may be its copies."""
         step, pairs = self.step, {}
         own = {*step.params.values()}
         for k, leaf in enumerate(step.start):
             if k in own or not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact) or not np.size(leaf):
                 continue
             alike = [i for i in step.frozen if np.shape(step.start[step.params[i]]) == np.shape(leaf)]
-            owner = step.owner(k)
-            equal = alike if owner in alike else [i for i in alike if is_cast_of(leaf, step.start[step.params[i]])]
-            equal = [i for i in equal if owner == i or step.ends_with(k, i)] or equal
+            equal = [i for i in alike if is_cast_of(leaf, step.start[step.params[i]])]
+            equal = [i for i in equal if step.owner(k) == i or step.ends_with(k, i)] or equal
             if equal:
                 pairs[k] = equal[0]
         return pairs
@@ -216,12 +234,25 @@ class Runs:
                 found[k] = i, first[k].count, first[k].changes[0].far
         return found
 
+    def _other_copies(self, pairs: Mapping[int, int]) -> dict[int, int]:
+        """Copies of frozen values, up to a cast, that move by themselves; values that are all equal prove no copy."""
+        moves, start = self.records[""].moves, self.step.start
+        moved = {k: i for k, i in pairs.items() if k in moves and k not in self.averages and self.step.is_frozen(i)}
+        return {k: i for k, i in moved.items() if bool((to_device(start[k]) != to_device(start[k]).ravel()[0]).any())}
+
     def _of_state(self) -> dict[int, int | None]:
         """The leaves of the state that may be moments of frozen elements, with their parameters."""
         step, found = self.step, {}
         own = {*step.params.values()}
         for k, leaf in enumerate(step.start):
-            if k in own or k in self.averages or k in step.kept or not is_array(leaf) or k in self._statistics:
+            if (
+                k in own
+                or k in self.averages
+                or k in self.copies
+                or k in step.kept
+                or not is_array(leaf)
+                or k in self._statistics
+            ):
                 continue
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or leaf.dtype == bool:
                 continue
@@ -259,7 +290,7 @@ class Runs:
             if i is not None and k not in held and self.reacts(step.params[i]):
                 held[k] = i
         for k, i in (gradients.state_of if gradients is not None else {}).items():
-            if k not in self.averages and k not in step.kept:
+            if k not in self.averages and k not in self.copies and k not in step.kept:
                 held.setdefault(k, i)
         return held
 

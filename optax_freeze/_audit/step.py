@@ -47,6 +47,7 @@ class Step:
       index_of: from the path of such a parameter to its number.
       entries: from positions to entries of optimizer states and averages.
       kept: the positions of state that groups of ``freeze_when`` keep while they are frozen.
+      in_groups: the paths of parameters that a group of ``freeze_when`` may freeze and thaw.
       trains_in_state: the paths of parameters that a state of ``freeze`` says are trainable.
       bits: the frozen leaves that are not floating-point arrays, from their paths to their positions.
       in_optimizer: the positions of state in a tuple of a type of Optax or of this library.
@@ -62,6 +63,7 @@ class Step:
     is_fresh, other_part, donates = False, causes.OTHER_PART, True
     updates: Mapping[int, int] = {}
     trains_in_state: Collection[str] = ()
+    in_groups: Collection[str] = ()
 
     def __init__(
         self,
@@ -91,7 +93,9 @@ class Step:
         for i, (leaf, value) in enumerate(zip(self.plan.leaves, values, strict=True)):
             if isinstance(value, Part) or (is_array(value) and id(value) not in positions):
                 got = "a Part, from fz.partition" if isinstance(value, Part) else "a new array"
-                expected, fix = "a leaf of the state", "params=lambda state: state.params"
+                expected = "a leaf of the state"
+                fix = "params=lambda state: state.params; of a model that is kept as one vector, that vector, with"
+                fix += " frozen=fz.elements(mask)"
                 raise value_error("`params` must select leaves", at=leaf.path, got=got, expected=expected, fix=fix)
             if leaf.inexact and id(value) in positions:
                 self.params[i] = positions[id(value)]
@@ -100,6 +104,12 @@ class Step:
         self.kept: set[int] = set()
         self.in_optimizer = _of_optimizers(own)
         self._find_entries(own)
+        self.in_groups = {
+            plan.leaves[i].path
+            for each in states_in(own, FreezeWhenState)
+            for plan in each.plan.plans[:-1]
+            for i in plan.own
+        }
         self.trains_in_state = {
             leaf.path
             for state in states_in(own, FreezeState)
@@ -156,6 +166,17 @@ class Step:
             with jax.debug_nans(False), jax.debug_infs(False):
                 state = self(state, jax.tree.map(given, self.batch if batch is None else batch))[0]
             yield state
+
+    def arrays_of(self, state: State, batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+        """The arrays of a state and a batch, and what puts other arrays into their places."""
+        leaves, structure = jax.tree.flatten((state, batch))
+        places = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
+
+        def filled(arrays: Sequence[Any]) -> Any:
+            given = dict(zip(places, arrays, strict=True))
+            return jax.tree.unflatten(structure, [given.get(k, leaf) for k, leaf in enumerate(leaves)])
+
+        return [to_device(leaves[k]) for k in places], filled
 
     def advance(self, state: State, batch: Any = None) -> tuple[State, list[Any]]:
         """:meth:`__call__` with copies of a state and of a batch, which remain."""
