@@ -26,7 +26,7 @@ import optax_freeze as fz
 class StepCase:
     """A training step, and what is true of it.
 
-    A leak is written as ``"kind path"``; alternatives of one leak are divided by ``" | "``, and a path may have ``*``.
+    A leak is written as ``"kind path"``, and its path may have ``*``.
     """
 
     make_step: Callable
@@ -82,10 +82,6 @@ ENCODER_MOVED = ("moved encoder/kernel", "moved encoder/bias")
 
 def encoder_sum(params, *_):
     return jnp.sum(params["encoder"]["kernel"]) + jnp.sum(params["encoder"]["bias"])
-
-
-def norm_of(tree):
-    return jnp.sqrt(sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(tree)))
 
 
 def jitted(step):
@@ -412,7 +408,7 @@ def multi_steps_inside_and_a_logged_norm():
     @jitted
     def make_step(loss, state, x, y):
         value, grads = jax.value_and_grad(loss)(state["params"], x, y)
-        jax.debug.callback(logged.append, norm_of(grads))
+        jax.debug.callback(logged.append, optax.tree.norm(grads))
         return updated(tx, state, grads), value
 
     return of_mlp(make_step, start(tx, mlp()), note=("gradient",))
@@ -791,7 +787,7 @@ def sharpness_aware():
     @jitted
     def make_step(loss, state, x, y):
         value, grads = jax.value_and_grad(loss)(state["params"], x, y)
-        scale = 0.05 / (norm_of(grads) + 1e-12)
+        scale = 0.05 / (optax.tree.norm(grads) + 1e-12)
         perturbed = jax.tree.map(lambda w, g: w + scale * g, state["params"], grads)
         return updated(tx, state, jax.grad(loss)(perturbed, x, y)), value
 
@@ -981,7 +977,7 @@ def the_second_loss_was_forgotten():
         @jax.jit
         def step(state, x, y):
             grads, of_penalty = jax.grad(loss)(state["params"], x, y), jax.grad(penalty)(state["params"], x)
-            scale = 0.1 / jnp.maximum(norm_of(of_penalty), 0.1)
+            scale = 0.1 / jnp.maximum(optax.tree.norm(of_penalty), 0.1)
             grads = jax.tree.map(lambda g, p: g + scale * p, grads, of_penalty)
             return updated(tx, state, grads)
 
