@@ -1,4 +1,4 @@
-"""Finds leaks in a whole training step, of any framework: :func:`audit_step` runs it and reads its program."""
+"""Finds leaks in a whole training step, of any framework: :func:`audit_step` runs it with other gradients."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from optax_freeze._audit.report import Audit
 from optax_freeze._audit.runs import Runs
 from optax_freeze._audit.step import Step, opposite
 from optax_freeze._audit.step import other_batch as other_batch_of
-from optax_freeze._errors import described, in_one_line, type_error, value_error, whole_number
+from optax_freeze._errors import described, type_error, value_error, whole_number
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.resolve import Spec
@@ -39,17 +39,20 @@ def audit_step(
     """Finds out whether a training step freezes what it should, and how to fix it if not.
 
     :func:`optax_freeze.audit` sees an optimizer; leaks are also in the step around it: weight decay after a
-    ``stop_gradient``, a router's bias that is set outside of the optimizer, an average that rounds, batch statistics.
-    The step runs a few times from copies of the state: as it is, with another batch, with other frozen values, and with
-    another state of frozen elements. No frozen bit may change. The program of the step is traced, too. It shows which
-    gradients of frozen parameters are computed, what they cost, and what reads them. Whose gradient a value is,
-    is decided by its numbers: the loss is differentiated again.
+    ``stop_gradient``, a clip over all gradients, an average that rounds, batch statistics. The step runs some times
+    from copies of the state: as it is, with another batch, with other frozen values, with another state of frozen
+    elements, and with another gradient of frozen parameters, which the loss gives that ``make_step`` gets. No frozen
+    bit may change, and nothing may depend on such a gradient.
 
     Args:
-      step: called as ``step(state, *batch)``, returns the new state or a tuple that begins with it. NNX objects may be
-        changed in place instead. It may be jitted and donate its arguments, which are copied.
+      make_step: called as ``make_step(loss)``, or with several losses, returns the step, which is called as
+        ``step(state, *batch)`` and returns the new state or a tuple that begins with it. NNX objects may be changed in
+        place instead. It may be jitted and donate its arguments, which are copied. Without ``loss`` it is the step.
       state: any pytree, a Flax ``TrainState``, or NNX objects such as ``(model, optimizer)``. It is not changed.
       *batch: the other arguments.
+      loss: the function that the step differentiates, of any arguments, among them the parameters, a part of them, a
+        tree that contains them, or an NNX module; or a tuple of such functions; or ``{path: function}`` for functions
+        of parts that look alike, by the path of the part in the parameters. None: only what runs show is known.
       params: the path of the parameters in the state (``"params"``; of an NNX module its ``nnx.Param`` are meant), or a
         function that selects them, ``lambda state: state.params``.
       frozen: the spec of the parameters that should be frozen, in any form.
@@ -64,24 +67,26 @@ def audit_step(
       function freeze nothing.
 
     Raises:
-      ValueError: if ``params`` matches nothing, the spec does not fit or freezes everything, ``steps`` is less than 1,
-        or the step returns a state of another structure.
-      TypeError: if ``step`` is not a function, does not return a state, or ``steps`` is not an int. Errors of the step
-        are passed on, with a note.
+      ValueError: if ``params`` or a path of ``loss`` matches nothing, the spec does not fit or freezes everything,
+        ``steps`` is less than 1, or the step returns a state of another structure.
+      TypeError: if ``make_step`` makes no step, a step does not return a state, a loss is not a function, or ``steps``
+        is not an int. Errors of the step are passed on, with a note.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_freeze as fz
       >>> tx = optax.adamw(0.1)
-      >>> @jax.jit
-      ... def step(state, batch):
-      ...     def loss(params):
-      ...         return jnp.mean((jax.lax.stop_gradient(params["encoder"]) * params["head"] - batch) ** 2)
-      ...     value, grads = jax.value_and_grad(loss)(state["params"])
-      ...     updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-      ...     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+      >>> def loss(params, batch):
+      ...     return jnp.mean((jax.lax.stop_gradient(params["encoder"]) * params["head"] - batch) ** 2)
+      >>> def make_step(loss):
+      ...     @jax.jit
+      ...     def step(state, batch):
+      ...         grads = jax.grad(loss)(state["params"], batch)
+      ...         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+      ...         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+      ...     return step
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(3)}
       >>> state = {"params": params, "opt_state": tx.init(params)}
-      >>> audit = fz.audit_step(step, state, jnp.zeros(3), params="params", frozen="encoder")
+      >>> audit = fz.audit_step(make_step, state, jnp.zeros(3), loss=loss, params="params", frozen="encoder")
       >>> [(leak.kind, leak.path, leak.cause) for leak in audit.leaks][::2]
       [('moved', 'encoder', 'weight decay'), ('state', 'encoder', 'state for frozen elements')]
     """
@@ -146,35 +151,40 @@ def _made(make_step: Any, losses: Any) -> Any:
     what, at = "`make_step` does not make a step", f"make_step({names})"
     if not callable(make_step):
         raise type_error(what, at=at, got=described(make_step), expected=expected, fix=fix)
+    if not _takes(make_step, len(losses)):
+        got = f"a function of {inspect.signature(make_step)}"
+        raise type_error(what, at=at, got=got, expected=expected, fix=fix)
     try:
         step = make_step(*losses)
     except Exception as error:
-        got = f"{type(error).__name__}: {in_one_line(error)[:80]}"
-        raise type_error(what, at=at, got=got, expected=expected, fix=fix) from error
+        error.add_note(f"fz.audit_step: from {at}")
+        raise
     if not callable(step):
         raise type_error(what, at=at, got=described(step), expected=expected, fix=fix)
     return step
 
 
+def _takes(fun: Callable[..., Any], count: int, keywords: Mapping[str, Any] = {}) -> bool:
+    """Whether a function takes so many arguments, as far as its signature tells."""
+    try:
+        inspect.signature(fun).bind(*[None] * count, **keywords)
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 def _refuse_factory(step: Step) -> None:
     """A ``TypeError`` if a step that was given without a loss is a function which makes one."""
-    fun = step.function
-    given = (step.start, *step.batch[0])
-    try:
-        signature = inspect.signature(fun)
-        signature.bind(*given, **step.batch[1])
+    count = 1 + len(step.batch[0])
+    if _takes(step.function, count, step.batch[1]) or not _takes(step.function, 1):
         return
-    except (TypeError, ValueError):
-        pass
-    try:
-        signature = inspect.signature(fun)
-        signature.bind(None)
-    except (TypeError, ValueError):
-        return
+    signature = inspect.signature(step.function)
     raise type_error(
         "`step` does not take the state and the batch",
         at=f"step{signature}",
-        got=f"{len(given)} arguments",
+        got=f"{count} arguments",
         expected="step(state, *batch)",
         fix="if it makes the step of a loss, pass that: fz.audit_step(make_step, state, *batch, loss=loss, ...)",
     )

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
 
 from optax_freeze._audit.reactions import CHANGES, changed
 from optax_freeze._errors import is_array
@@ -219,6 +218,7 @@ class Probe:
 
 def _identity(differentiated: Callable[[], None], backward: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
     """An identity that tells when it is differentiated, and changes cotangents that are not symbolic zeros."""
+    from optax_freeze._jax_internals import SymbolicZero  # loads jax.extend: slow
 
     @jax.custom_vjp
     def identity(x: Any) -> Any:

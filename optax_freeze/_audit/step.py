@@ -160,11 +160,10 @@ class Step:
 
         A state may be deleted by the next step, which gets it without a copy.
         """
-        given = copy if self.donates else lambda leaf: leaf
-        state = [given(changes.get(position, leaf)) for position, leaf in enumerate(self.start)]
+        state = [self._given(changes.get(position, leaf)) for position, leaf in enumerate(self.start)]
         for _ in range(steps):
             with jax.debug_nans(False), jax.debug_infs(False):
-                state = self(state, jax.tree.map(given, self.batch if batch is None else batch))[0]
+                state = self(state, jax.tree.map(self._given, self.batch if batch is None else batch))[0]
             yield state
 
     def arrays_of(self, state: State, batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -180,9 +179,11 @@ class Step:
 
     def advance(self, state: State, batch: Any = None) -> tuple[State, list[Any]]:
         """:meth:`__call__` with copies of a state and of a batch, which remain."""
-        given = copy if self.donates else lambda leaf: leaf
         with jax.debug_nans(False), jax.debug_infs(False):
-            return self(list(map(given, state)), jax.tree.map(given, self.batch if batch is None else batch))
+            return self([*map(self._given, state)], jax.tree.map(self._given, self.batch if batch is None else batch))
+
+    def _given(self, leaf: Any) -> Any:
+        return copy(leaf) if self.donates else leaf
 
     def __call__(self, leaves: State, batch: Any) -> tuple[State, list[Any]]:
         """The leaves of the new state, and those of the other results; the step may delete what it is given."""

@@ -43,7 +43,7 @@ def stopped(params, x, y):
     return loss(fz.stop_gradient(params, FROZEN), x, y)
 
 
-def plain(tx, loss=loss, grad=jax.value_and_grad):
+def plain_step(tx, grad=jax.value_and_grad):
     """The usual step: a gradient, an optimizer, new parameters."""
 
     def make_step(loss):
@@ -55,7 +55,11 @@ def plain(tx, loss=loss, grad=jax.value_and_grad):
 
         return step
 
-    return make_step, {"params": PARAMS, "opt_state": tx.init(PARAMS)}, loss
+    return make_step
+
+
+def plain(tx, loss=loss, grad=jax.value_and_grad):
+    return plain_step(tx, grad), {"params": PARAMS, "opt_state": tx.init(PARAMS)}, loss
 
 
 def then(change):
@@ -347,8 +351,8 @@ RIGHT = {
 
 
 OF_A_GROUP = (
-    "gradients of 2 frozen leaves are computed (207 of 940 FLOPs), but no parameter and no state depends on them: results"
-    " beside the state, a callback or what did not run may read them"
+    "gradients of 2 frozen leaves are computed (207 of 940 FLOPs), but no parameter and no state depends on them:"
+    " results beside the state, a callback or what did not run may read them"
 )
 
 
@@ -505,6 +509,167 @@ def test_what_is_not_known_is_in_the_note(made, note, leaks):
     report = audit(made)
     assert note in report.note
     assert {leak for leak in found(report) if leak[1] == "encoder/kernel"} == leaks
+
+
+def gradients_leave(loss):
+    grad = jax.jit(jax.grad(loss))
+
+    def step(state, x, y):
+        updates, opt_state = FREEZE.update(grad(state["params"], x, y), state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    return step
+
+
+def actor_and_critic(loss_of_actor, loss_of_critic):
+    @jax.jit
+    def step(state, x, y):
+        actor, critic = state["params"]["actor"], state["params"]["critic"]
+        grads = {"actor": jax.grad(loss_of_actor)(actor, x, y), "critic": jax.grad(loss_of_critic)(critic, x, y)}
+        grads["critic"] = jax.tree.map(lambda g: g / optax.tree.norm(grads["critic"]), grads["critic"])
+        updates, opt_state = NETWORKS.update(grads, state["opt_state"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    return step
+
+
+def other_values(loss):
+    """What the loss gets has the paths and the shapes of the parameters, but not their order."""
+
+    @jax.jit
+    def step(state, x, y):
+        grads = jax.grad(lambda params: loss(jax.tree.map(jnp.transpose, params), x, y))(state["params"])
+        updates, opt_state = SQUARE.update(grads, state["opt_state"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    return step
+
+
+def quantized(loss):
+    """Integers of a frozen module that move, beside a frozen key that does."""
+
+    def step(state, x, y):
+        codes, key = state["params"]["codes"], state["params"]["key"]
+        return {"params": {**state["params"], "codes": codes + 1, "key": jax.random.split(key)[0]}}
+
+    return step
+
+
+def a_late_branch(loss):
+    @jax.jit
+    def step(state, x, y):
+        grads = fz.grad(loss, FROZEN)(state["params"], x, y)
+        params = fz.apply_updates(state["params"], jax.tree.map(lambda g: -0.1 * g, grads))
+        shrunk = lambda params: jax.tree.map(lambda leaf: 0.9 * leaf, params)  # noqa: E731
+        return {"params": jax.lax.cond(jnp.max(x) > 50, shrunk, lambda params: params, params)}
+
+    return step
+
+
+CLIPPED = ("changed", "head"), ("gradient", "encoder")
+NETWORKS = fz.freeze(optax.sgd(0.1), "*/encoder")
+OF_SQUARE = fz.rules({"kernel": fz.rows([0, 1])})
+SQUARE = fz.freeze(clip(optax.sgd(0.1)), OF_SQUARE)
+MANY = {"head": numbers(3), **{f"layer_{n:02}": numbers(3) + n for n in range(20)}}
+BRANCH = "no run took a branch that can write encoder/bias, encoder/kernel: whether it does is not known"
+
+
+@pytest.mark.parametrize(
+    ("make_step", "params", "tx", "loss", "frozen", "expected", "note"),
+    [
+        (gradients_leave, PARAMS, FREEZE, loss, FROZEN, {"gradient encoder/bias", "gradient encoder/kernel"}, ""),
+        (a_late_branch, PARAMS, None, loss, FROZEN, set(), BRANCH),
+        (
+            actor_and_critic,
+            {"actor": PARAMS, "critic": jax.tree.map(lambda x: x + 0.1, PARAMS)},
+            NETWORKS,
+            {"actor": loss, "critic": loss},
+            "*/encoder",
+            {f"{leak} critic/{at}/{name}" for leak, at in CLIPPED for name in ("bias", "kernel")},
+            "",
+        ),
+        (
+            actor_and_critic,
+            {"actor": PARAMS, "critic": jax.tree.map(lambda x: x + 0.1, PARAMS)},
+            NETWORKS,
+            (loss, loss),
+            "*/encoder",
+            set(),
+            "what a loss gets may be one of several parts (actor and critic): which gradients of frozen parameters",
+        ),
+        (
+            other_values,
+            {"kernel": numbers(3, 3), "out": numbers(3, 3) + 0.1},
+            SQUARE,
+            lambda params, x, y: jnp.mean((jnp.tanh(x @ params["kernel"]) @ params["out"] - y) ** 2),
+            OF_SQUARE,
+            set(),
+            "a loss gets other values of kernel than the parameters have",
+        ),
+        (
+            quantized,
+            {"codes": jnp.arange(3, dtype=jnp.int8), "key": jax.random.key(0), "head": jnp.ones(3)},
+            None,
+            loss,
+            ["codes", "key"],
+            {"moved codes", "moved key"},
+            "is not called",
+        ),
+        (
+            plain_step(clip(fz.freeze(ADAM, "layer_*"))),
+            MANY,
+            clip(fz.freeze(ADAM, "layer_*")),
+            lambda params, x, y: sum(jnp.sum((leaf - x[0] * y[0]) ** 2) for leaf in params.values()),
+            "layer_*",
+            {"changed head", *(f"gradient layer_{n:02}" for n in range(20))},
+            "",
+        ),
+    ],
+    ids=["leave", "a branch", "by path", "of several parts", "other values", "integers and keys", "many leaves"],
+)
+def test_other_steps(make_step, params, tx, loss, frozen, expected, note):
+    state = {"params": params} | ({} if tx is None else {"opt_state": tx.init(params)})
+    report = fz.audit_step(make_step, state, X, Y, loss=loss, params="params", frozen=frozen)
+    assert {f"{leak.kind} {leak.path}" for leak in report.leaks} == expected
+    assert note in report.note
+    assert ("changed together with" in str(report)) == (len(params) > 16)
+
+
+class TestOptions:
+    def audit(self, change=lambda step: step, **options):
+        make_step, state, loss = plain(FREEZE)
+        made = lambda loss: change(make_step(loss))  # noqa: E731
+        return fz.audit_step(made, state, X, loss=loss, params="params", frozen=FROZEN, **options)
+
+    def test_a_step_that_checks_its_batch(self):
+        def checked(step):
+            def with_offsets(state, x, offsets):
+                if not isinstance(offsets, jax.core.Tracer) and bool((jnp.diff(offsets) < 0).any()):
+                    raise ValueError("offsets must be sorted")
+                return step(state, x, Y)
+
+            return lambda state, x, *, offsets: with_offsets(state, x, offsets)
+
+        report = self.audit(checked, offsets=jnp.array([0, 2, 5]))
+        assert report
+        assert "does not run with another batch (ValueError: offsets must be sorted)" in report.note
+        assert "batch" not in self.audit(checked, offsets=jnp.array([0, 2, 5]), other_batch=False).note
+
+    def test_other_values_of_the_user(self):
+        calls = []
+
+        def watched(step):
+            def step_of(state, x, y):
+                calls.append(state["params"]["encoder"]["bias"])
+                return step(state, x, y)
+
+            return step_of
+
+        values = jax.tree.map(lambda leaf: leaf + 7, PARAMS)
+        report = self.audit(watched, y=Y, other_values=values)
+        assert report.calls == len(calls)
+        assert any(not isinstance(x, jax.core.Tracer) and float(x[0]) == 7 for x in calls)
+        assert self.audit(watched, y=Y, other_values=False).calls == report.calls - 3
 
 
 def test_shared_nnx_variables_stay_shared():
