@@ -13,16 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_freeze._audit.measurements import digests_of
 from optax_freeze._audit.probe import ZERO, Probe
-from optax_freeze._audit.reactions import CHANGES, Answer, Gradient, differences
+from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
 from optax_freeze._audit.step import State, Step, like
 from optax_freeze._errors import counted, in_one_line, is_array
 from optax_freeze._spec.memory_kinds import to_device
+from optax_freeze._spec.selection import TRAINABLE
 
 _GROUPS = 16
 _LONG = 64
 _ZEROS_ONLY = (CHANGES.index("huge"), CHANGES.index("nan"))
 _NOT_KNOWN = "which gradients of frozen parameters are computed, and what reads them, is not known"
+
+Digests: TypeAlias = dict[int, tuple[np.ndarray, np.ndarray]]
+"""For each array, by its position, a digest of its frozen elements and one of all others."""
 
 Make: TypeAlias = Callable[[str], Step]
 """The step with losses that stop the gradients of frozen parameters (``"stop"``), or do not (``"plain"``)."""
@@ -47,50 +52,61 @@ class ChangedGradients:
         self._answers: dict[tuple[int, ...], list[set[tuple[str, int | None]]]] = {}
         self._seen: set[tuple[int, ...]] = set()
         self._computed: set[int] = set()
-        self._random: set[int] | None = None
+        self._random: set[int] = set()
         self._moved: set[int] = set()
         self._reached: set[int] = set()
         self._set: set[int] = set()
         self._of_zeros: set[int] = set()
 
-    def react(self, before: State, after: State, others: Sequence[Any]) -> None:
-        """Repeats a step from the state before it with other gradients, and compares what it returns."""
-        step, probe, results = self._step, self._probe, [*after, *others]
-        computed = sorted(probe.computed & {*step.frozen})
+    def react(self, before: State, plain: Digests) -> None:
+        """Repeats a step from the state before it with other gradients, and compares the results with those of it."""
+        computed = sorted(self._probe.computed & {*self._step.frozen})
         self._computed |= {*computed}
-        moved = self._differing(before, after)
-        self._moved |= {i for k, i in self._param_at.items() if moved.get(k, (0, 0))[1]}
-        if self._random is None:
-            self._random = {*self._differing(results, self._run(before))}
-        self._without_gradients(before, results)
+        if before is self._step.start:
+            self._random |= {*self._differing(plain, self._run(before))}
+        self._without_gradients(before, plain)
         if computed:
-            self._with_others(before, results, computed)
+            self._with_others(before, plain, computed)
+
+    def compare(self, before: Digests, plain: Digests, again: Digests) -> None:
+        """Which trainable parameters a step moves, and what differs in two equal runs of it."""
+        moved = self._differing(before, plain)
+        self._moved |= {i for k, i in self._param_at.items() if moved.get(k, (False, False))[1]}
+        self._random |= {*self._differing(plain, again)}
+
+    def digests(self, results: State) -> Digests:
+        """A digest of each array of a state, and of the other results: of frozen elements and of all others."""
+        found: Digests = {}
+        for k, x in enumerate(results):
+            if is_array(x):
+                i = self._param_at.get(k)
+                selection = TRAINABLE if i is None else self._step.plan.selections[i]
+                found[k] = digests_of(x, selection)
+        return dict(zip(found, jax.device_get([*found.values()]), strict=True))
 
     def begin(self, before: State) -> None:
         """Before each step of the run that is repeated."""
         self._probe.begin({i: before[k] for i, k in self._step.params.items()})
 
-    def _run(self, before: State, change: int | None = None, leaves: Collection[int] = (), batch: Any = None) -> State:
-        """The leaves of the new state, and the other results, of one step with other gradients."""
+    def _run(
+        self, before: State, change: int | None = None, leaves: Collection[int] = (), batch: Any = None
+    ) -> Digests:
+        """The digests of the new state, and of the other results, of one step with other gradients."""
         probe = self._probe
         self.begin(before)
         probe.change, probe.chosen = change, frozenset(leaves)
         try:
             new, others = self._step.advance(before, batch)
-            jax.block_until_ready([x for x in (*new, *others) if isinstance(x, jax.Array)])
+            return self.digests([*new, *others])
         finally:
             probe.change = None
-        return [*new, *others]
 
-    def _differing(self, a: State, b: State) -> dict[int, tuple[int, int]]:
-        """The positions at which two states differ, and how many elements do where frozen and elsewhere."""
-        places = [k for k, x in enumerate(a) if is_array(x) and k not in (self._random or ())]
-        masks = [self._step.mask(self._param_at[k]) if k in self._param_at else np.asarray(False) for k in places]
-        values = [[to_device(state[k]) for k in places] for state in (a, b)]
-        counts = jax.device_get(differences(*values, masks))
-        return {k: (int(n), int(m)) for k, (n, m) in zip(places, counts, strict=True) if n or m}
+    def _differing(self, a: Digests, b: Digests) -> dict[int, tuple[bool, bool]]:
+        """The positions at which two states differ: whether frozen elements do, and whether others do."""
+        pairs = ((k, [bool((x != y).any()) for x, y in zip(a[k], b[k], strict=True)]) for k in a.keys() - self._random)
+        return {k: (frozen, elsewhere) for k, (frozen, elsewhere) in pairs if frozen or elsewhere}
 
-    def _without_gradients(self, before: State, results: State) -> None:
+    def _without_gradients(self, before: State, results: Digests) -> None:
         """What depends on the gradients of the losses, and what on the batch without them."""
         plain = results
         if self._probe.nonzero:
@@ -102,11 +118,11 @@ class ChangedGradients:
             except Exception:  # the run with another batch says so
                 continue
 
-    def _with_others(self, before: State, results: State, computed: Sequence[int]) -> None:
+    def _with_others(self, before: State, results: Digests, computed: Sequence[int]) -> None:
         """Asks all gradients at once, and one after the other if something reacts that has not reacted before."""
         changes = range(ZERO)
         rows = {c: self._differing(results, self._run(before, c, computed)) for c in changes}
-        cells = {(c, k, bool(row[k][0]), bool(row[k][1])) for c, row in rows.items() for k in row}
+        cells = {(c, k, *hits) for c, row in rows.items() for k, hits in row.items()}
         if cells <= self._seen:
             return
         self._seen |= cells
@@ -130,7 +146,7 @@ class ChangedGradients:
         finally:
             probe.zeros = False
 
-    def _add(self, group: tuple[int, ...], change: int, row: Mapping[int, tuple[int, int]]) -> None:
+    def _add(self, group: tuple[int, ...], change: int, row: Mapping[int, tuple[bool, bool]]) -> None:
         step, answers = self._step, self._answers.setdefault(group, [set() for _ in CHANGES])
         for k, (in_frozen, elsewhere) in row.items():
             if k >= len(step.start):
@@ -140,17 +156,15 @@ class ChangedGradients:
                 answers[change] |= {(name, i) for name, hit in hits if hit}
             else:
                 owner = step.owner(k)
-                if change == CHANGES.index("negative") and (held := self._holds(k, group, elsewhere)) is not None:
+                if change == CHANGES.index("negative") and (held := self._holds(k, group)) is not None:
                     self.state_of[k] = owner = held
                 answers[change].add(("other" if owner is None else "state", owner))
 
-    def _holds(self, k: int, group: tuple[int, ...], count: int) -> int | None:
-        """The parameter whose gradient an array of the state takes in, element by element, with its sign."""
-        step, size = self._step, np.size(self._step.start[k])
-        alone = len(group) == 1
+    def _holds(self, k: int, group: tuple[int, ...]) -> int | None:
+        """The parameter of the same size whose gradient an array of the state takes in, with its sign."""
+        step, alone = self._step, len(group) == 1
         for i in group:
-            frozen, whole = step.elements(i, frozen=True), np.size(step.start[step.params[i]])
-            fits = count <= frozen <= size if alone else size == whole
+            fits = np.size(step.start[k]) == np.size(step.start[step.params[i]])
             if fits and (step.owner(k) == i or (step.owner(k) is None and (alone or step.ends_with(k, i)))):
                 return i
         return None
@@ -230,16 +244,16 @@ class ChangedGradients:
         does, in many more steps, which an accumulation may need."""
         step = self._step
 
-        def still(old: State, new: State) -> list[int]:
-            moved = self._differing(old, new)
-            return [i for i in leaves if not moved.get(step.params[i], (0, 0))[1]]
+        def still(new: Digests) -> list[int]:
+            moved = self._differing(self.digests(step.start), new)
+            return [i for i in leaves if not moved.get(step.params[i], (False, False))[1]]
 
         for _, counters in step.later(self.counters):
-            leaves = still(step.start, self._run([counters.get(k, leaf) for k, leaf in enumerate(step.start)]))
+            leaves = still(self._run([counters.get(k, leaf) for k, leaf in enumerate(step.start)]))
         state = step.start
         for _ in range(_LONG if any(map(self._reaches_state, leaves)) else 0):
             state, _ = step.advance(state)
-        return still(step.start, state)
+        return still(self.digests(state))
 
     def _reaches_state(self, i: int) -> bool:
         """Whether an array of the state that may belong to a parameter depends on the gradients."""

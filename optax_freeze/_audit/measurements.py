@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._spec.memory_kinds import to_device
-from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._verify import bits as _bits
 
 
@@ -48,7 +48,17 @@ def changes_of(*leaves: tuple[Any, Any, Selection, Any]) -> list[tuple[Change, b
 def _digest_on_device(value: Any, selection: Selection) -> Any:
     value, selection = _bits.placed(_array(value), selection)
     key, axis = _bits.hashed("fz.audit_step"), _bits.block_axis(*jax.tree.leaves(value))
-    return _bits.digest(value, key, selection, axis=axis)
+    return jnp.stack(_bits.digest(value, key, selection, axis=axis))
+
+
+def digests_of(value: Any, selection: Selection) -> tuple[Any, Any]:
+    """Digests of the frozen elements of a leaf, and of all others."""
+    nothing = np.zeros(_bits.LANES, np.uint32)
+    if not selection.in_part:
+        found = _digest_on_device(value, FROZEN)
+        return (found, nothing) if selection is FROZEN else (nothing, found)
+    frozen = _digest_on_device(value, selection)
+    return frozen, _digest_on_device(value, FROZEN) - frozen
 
 
 def _change_on_device(before: Any, after: Any, selection: Selection, update: Any) -> Any:

@@ -134,19 +134,29 @@ class Runs:
         step, gradients = self.step, self.gradients
         record, before = Record(self, step.start), step.start
         for _ in range(self.steps):
-            if gradients is not None:
-                gradients.begin(before)
             self._see(before)
-            state, others = step.advance(before)
-            record.add(state)
-            if gradients is not None:
-                gradients.react(before, state, others)
-            before = state
+            if gradients is None:
+                before, _ = step.advance(before)
+                record.add(before)
+            else:
+                before = self._repeated(record, gradients, before)
         self._counters = self._counters_of(before)
         if gradients is not None:
             gradients.counters = self._counters
             gradients.ask_zeros()
         return record
+
+    def _repeated(self, record: Record, gradients: "ChangedGradients", before: State) -> State:
+        """The state after a step, which is repeated with other gradients; only two states are kept meanwhile."""
+        gradients.begin(before)
+        state, others = self.step.advance(before)
+        record.add(state)
+        plain = gradients.digests([*state, *others])
+        del state, others
+        gradients.react(before, plain)
+        state, others = self.step.advance(before)
+        gradients.compare(gradients.digests(before), plain, gradients.digests([*state, *others]))
+        return state
 
     def _see(self, state: State, batch: Any = None) -> None:
         if self.branches is not None:
