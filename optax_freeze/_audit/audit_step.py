@@ -1,26 +1,34 @@
-"""Finds leaks in a whole training step, of any framework: :func:`audit_step` runs it and reads its program."""
+"""Finds leaks in a whole training step, of any framework: :func:`audit_step` runs it with other gradients."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from optax_freeze._audit.changed_gradients import NO_LOSS, ChangedGradients, not_known
 from optax_freeze._audit.diagnosis import leaks_of
+from optax_freeze._audit.probe import Probe
 from optax_freeze._audit.report import Audit
 from optax_freeze._audit.runs import Runs
-from optax_freeze._audit.step import Step
-from optax_freeze._errors import counted, described, in_one_line, type_error, value_error, whole_number
+from optax_freeze._audit.step import Step, opposite
+from optax_freeze._audit.step import other_batch as other_batch_of
+from optax_freeze._errors import described, type_error, value_error, whole_number
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import PyTree
 
 if TYPE_CHECKING:
-    from optax_freeze._audit.program import StepProgram
+    from optax_freeze._audit.untaken_branches import UntakenBranches
+
+Loss: TypeAlias = Callable[..., Any] | tuple[Callable[..., Any], ...] | Mapping[str, Callable[..., Any]] | None
 
 
 def audit_step(
-    step: Callable[..., Any],
+    make_step: Callable[..., Any],
     state: PyTree,
     *batch: Any,
+    loss: Loss = None,
     params: str | Callable[[Any], Any],
     frozen: Spec,
     steps: int = 3,
@@ -31,17 +39,20 @@ def audit_step(
     """Finds out whether a training step freezes what it should, and how to fix it if not.
 
     :func:`optax_freeze.audit` sees an optimizer; leaks are also in the step around it: weight decay after a
-    ``stop_gradient``, a router's bias that is set outside of the optimizer, an average that rounds, batch statistics.
-    The step runs a few times from copies of the state: as it is, with another batch, with other frozen values, and with
-    another state of frozen elements. No frozen bit may change. The program of the step is traced, too. It shows which
-    gradients of frozen parameters are computed, what they cost, and what reads them. Whose gradient a value is,
-    is decided by its numbers: the loss is differentiated again.
+    ``stop_gradient``, a clip over all gradients, an average that rounds, batch statistics. The step runs some times
+    from copies of the state: as it is, with another batch, with other frozen values, with another state of frozen
+    elements, and with another gradient of frozen parameters, which the loss gives that ``make_step`` gets. No frozen
+    bit may change, and nothing may depend on such a gradient.
 
     Args:
-      step: called as ``step(state, *batch)``, returns the new state or a tuple that begins with it. NNX objects may be
-        changed in place instead. It may be jitted and donate its arguments, which are copied.
+      make_step: called as ``make_step(loss)``, or with several losses, returns the step, which is called as
+        ``step(state, *batch)`` and returns the new state or a tuple that begins with it. NNX objects may be changed in
+        place instead. It may be jitted and donate its arguments, which are copied. Without ``loss`` it is the step.
       state: any pytree, a Flax ``TrainState``, or NNX objects such as ``(model, optimizer)``. It is not changed.
       *batch: the other arguments.
+      loss: the function that the step differentiates, of any arguments, among them the parameters, a part of them, a
+        tree that contains them, or an NNX module; or a tuple of such functions; or ``{path: function}`` for functions
+        of parts that look alike, by the path of the part in the parameters. None: only what runs show is known.
       params: the path of the parameters in the state (``"params"``; of an NNX module its ``nnx.Param`` are meant), or a
         function that selects them, ``lambda state: state.params``.
       frozen: the spec of the parameters that should be frozen, in any form.
@@ -56,36 +67,45 @@ def audit_step(
       function freeze nothing.
 
     Raises:
-      ValueError: if ``params`` matches nothing, the spec does not fit or freezes everything, ``steps`` is less than 1,
-        or the step returns a state of another structure.
-      TypeError: if ``step`` is not a function, does not return a state, or ``steps`` is not an int. Errors of the step
-        are passed on, with a note.
+      ValueError: if ``params`` or a path of ``loss`` matches nothing, the spec does not fit or freezes everything,
+        ``steps`` is less than 1, or the step returns a state of another structure.
+      TypeError: if ``make_step`` makes no step, a step does not return a state, a loss is not a function, or ``steps``
+        is not an int. Errors of the step are passed on, with a note.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_freeze as fz
       >>> tx = optax.adamw(0.1)
-      >>> @jax.jit
-      ... def step(state, batch):
-      ...     def loss(params):
-      ...         return jnp.mean((jax.lax.stop_gradient(params["encoder"]) * params["head"] - batch) ** 2)
-      ...     value, grads = jax.value_and_grad(loss)(state["params"])
-      ...     updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-      ...     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+      >>> def loss(params, batch):
+      ...     return jnp.mean((jax.lax.stop_gradient(params["encoder"]) * params["head"] - batch) ** 2)
+      >>> def make_step(loss):
+      ...     @jax.jit
+      ...     def step(state, batch):
+      ...         grads = jax.grad(loss)(state["params"], batch)
+      ...         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+      ...         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+      ...     return step
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(3)}
       >>> state = {"params": params, "opt_state": tx.init(params)}
-      >>> audit = fz.audit_step(step, state, jnp.zeros(3), params="params", frozen="encoder")
+      >>> audit = fz.audit_step(make_step, state, jnp.zeros(3), loss=loss, params="params", frozen="encoder")
       >>> [(leak.kind, leak.path, leak.cause) for leak in audit.leaks][::2]
       [('moved', 'encoder', 'weight decay'), ('state', 'encoder', 'state for frozen elements')]
     """
+    steps = whole_number("steps", steps, least=1, fix="steps=3")
+    losses = _losses(loss)
+    step = _made(make_step, losses.values()) if losses else make_step
     if not callable(step):
         expected, fix = "a function step(state, *batch)", "fz.audit_step(step, state, *batch, params=..., frozen=...)"
         raise type_error("`step` is not a function", at="step", got=described(step), expected=expected, fix=fix)
-    steps = whole_number("steps", steps, least=1, fix="steps=3")
     audited = Step(step, state, batch, keywords, params, frozen)
-    program, notes = _program(audited)
-    runs = Runs(audited, program, steps, *_others(audited, other_batch, other_values))
-    leaks = tuple(leaks_of(runs, program))
-    notes += [*runs.notes, *(_notes(program) if program is not None else [])]
+    others = _others(audited, other_batch, other_values)
+    if losses:
+        gradients, notes = _gradients(audited, make_step, losses, others[0])
+    else:
+        _refuse_factory(audited)
+        gradients, notes = None, [NO_LOSS]
+    runs = Runs(audited, gradients, steps, *others, _branches(audited))
+    leaks = tuple(leaks_of(runs, gradients))
+    notes += [*runs.notes, *(gradients.notes() if gradients is not None else [])]
     selections = audited.plan.selections
     in_part_or_whole = sum(selection is not TRAINABLE for selection in selections)
     return Audit(leaks, len(selections), in_part_or_whole, steps, "; ".join(notes), audited.calls)
@@ -107,42 +127,110 @@ def _others(step: Step, batch: Any, values: Any) -> tuple[Any, Any]:
     }
 
 
-def _program(step: Step) -> "tuple[StepProgram | None, list[str]]":
-    """The program of a step, if it can be read, and what is not known."""
-    from optax_freeze._audit.program import StepProgram  # loads jax.extend, which takes longer than this library
+def _losses(loss: Any) -> "dict[str | int, Callable[..., Any]]":
+    """The losses by the path of the subtree that they get, or by their number."""
+    if loss is None:
+        return {}
+    several = loss if isinstance(loss, tuple) else (loss,)
+    found: dict[str | int, Any] = dict(loss) if isinstance(loss, Mapping) else dict(enumerate(several))
+    for key, fun in found.items():
+        if not callable(fun):
+            expected, fix = "a function, a tuple of functions, or {path: function}", "loss=loss"
+            raise type_error(
+                "`loss` is not a function", at=f"loss {key}", got=described(fun), expected=expected, fix=fix
+            )
+    return found
+
+
+def _made(make_step: Any, losses: Any) -> Any:
+    """The step that a factory makes."""
+    losses = [*losses]
+    names = ", ".join(["loss"] if len(losses) == 1 else [f"loss{n}" for n in range(len(losses))])
+    expected = f"a function of the {'loss' if len(losses) == 1 else 'losses'} that returns step(state, *batch)"
+    fix = f"def make_step({names}): ...; return step; or, without loss=, what runs show: fz.audit_step(step, ...)"
+    what, at = "`make_step` does not make a step", f"make_step({names})"
+    if not callable(make_step):
+        raise type_error(what, at=at, got=described(make_step), expected=expected, fix=fix)
+    if not _takes(make_step, len(losses)):
+        got = f"a function of {inspect.signature(make_step)}"
+        raise type_error(what, at=at, got=got, expected=expected, fix=fix)
+    try:
+        step = make_step(*losses)
+    except Exception as error:
+        error.add_note(f"fz.audit_step: from {at}")
+        raise
+    if not callable(step):
+        raise type_error(what, at=at, got=described(step), expected=expected, fix=fix)
+    return step
+
+
+def _takes(fun: Callable[..., Any], count: int, keywords: Mapping[str, Any] = {}) -> bool:
+    """Whether a function takes so many arguments, as far as its signature tells."""
+    try:
+        inspect.signature(fun).bind(*[None] * count, **keywords)
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse_factory(step: Step) -> None:
+    """A ``TypeError`` if a step that was given without a loss is a function which makes one."""
+    count = 1 + len(step.batch[0])
+    if _takes(step.function, count, step.batch[1]) or not _takes(step.function, 1):
+        return
+    signature = inspect.signature(step.function)
+    raise type_error(
+        "`step` does not take the state and the batch",
+        at=f"step{signature}",
+        got=f"{count} arguments",
+        expected="step(state, *batch)",
+        fix="if it makes the step of a loss, pass that: fz.audit_step(make_step, state, *batch, loss=loss, ...)",
+    )
+
+
+def _branches(step: Step) -> "UntakenBranches | None":
+    """The branches of a step, if it can be traced; otherwise Python decides which code runs."""
+    from optax_freeze._audit.untaken_branches import UntakenBranches  # loads jax.extend: slow
 
     try:
-        return StepProgram(step), []
+        return UntakenBranches(step)
+    except Exception:
+        return None
+
+
+def _gradients(
+    step: Step, make_step: Callable[..., Any], losses: "Mapping[str | int, Callable[..., Any]]", batch: Any
+) -> "tuple[ChangedGradients | None, list[str]]":
+    """The gradients of a step with changed losses; None if the step runs only without."""
+    leaves, paths = step.plan.leaves, {i: step.plan.leaves[i].path for i in step.params}
+    masks = {i: True if step.is_frozen(i) else step.mask(i) if step.plan.selections[i].in_part else None for i in paths}
+    probe = Probe({i: tuple(leaves[i].shape or ()) for i in paths}, paths, masks)
+    probe.losses = len(losses)
+    for at in losses:
+        if isinstance(at, str) and not any(path == at or path.startswith(f"{at}/") for path in paths.values()):
+            fix = f"nearest paths: {nearest(at, list(paths.values()))}"
+            got, expected = repr(at), "the path of the subtree of the parameters that the loss gets"
+            raise value_error("`loss` has a path that matches nothing", at="loss", got=got, expected=expected, fix=fix)
+
+    def make(way: str) -> Step:
+        if way == "plain":
+            return step.with_function(_made(make_step, losses.values()))
+        paths = [at if isinstance(at, str) else None for at in losses]
+        changed = [probe.loss(n, fun, at, way) for n, (at, fun) in enumerate(zip(paths, losses.values(), strict=True))]
+        return step.with_function(_made(make_step, changed))
+
+    plain = step.function
+    step.function = make("tamper").function
+    if batch is True:
+        batches = [opposite(step.batch), other_batch_of(step.batch)]
+    else:
+        batches = [] if batch is False else [(tuple(batch), step.batch[1])]
+    try:
+        step.advance(step.start)
     except Exception as error:
-        text = f"the step cannot be traced ({type(error).__name__}: {in_one_line(error)[:60]}): {_UNKNOWN}"
-        return None, [text]
-
-
-_UNKNOWN = "which gradients are computed, and what reads them, is not known"
-
-
-def _notes(program: "StepProgram") -> list[str]:
-    """What a program does not show."""
-    notes, gradients = [], program.for_results
-    if not program.has_backward:
-        notes.append(f"the program of the step has no backward pass of JAX: {_UNKNOWN}")
-    if program.inner[1]:
-        text = "a loop, a branch or a shard_map may compute gradients of frozen parameters"
-        notes.append(f"{text}: whether it does, and what reads them, is not known")
-    if program.ambiguous:
-        shapes = ", ".join(map(str, sorted(program.ambiguous)))
-        found = counted(len(program.ambiguous), "shape", "shapes")
-        notes.append(f"gradients of {found} may belong to several parameters or to none, and are not judged: {shapes}")
-    if program.flat:
-        sizes = " and ".join(f"{size:,}" for size in program.flat)
-        notes.append(f"a gradient of {sizes} numbers may contain those of frozen parameters, and is not judged")
-    if kept := program.untrained[1]:
-        paths = ", ".join(program.paths(kept)[:3])
-        notes.append(f"the step returns {counted(len(kept), 'trainable leaf', 'trainable leaves')} as given: {paths}")
-    if gradients:
-        leaves = counted(len({g.leaves for g in gradients}), "frozen leaf", "frozen leaves")
-        inside = any(g.flops is None for g in gradients)
-        flops = f"{sum(g.flops or 0 for g in gradients):,} of {program.flops:,} FLOPs"
-        cost = "in a loop, a branch or a shard_map" if inside else flops
-        notes.append(f"gradients of {leaves} are computed only for results beside the state ({cost})")
-    return notes
+        step.function = plain
+        step.advance(step.start)  # an error of the step itself is raised here
+        return None, [not_known(error)]
+    return ChangedGradients(step, probe, make, batches), []

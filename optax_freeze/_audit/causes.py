@@ -62,6 +62,14 @@ AVERAGE = Cause(
     "average only the trainable part: fz.partition(params, frozen)[0]; or average + (1 - decay) * (params - average),"
     " which keeps a value that it equals",
 )
+COPY = Cause(
+    "a copy of frozen values that moves",
+    "fz.freeze(tx, frozen), around the whole chain that updates the copy: most likely float32 master weights",
+)
+LATER = Cause(
+    "a later step",
+    f"{_NOT_WRITTEN}; most likely a schedule, or code that runs every so many steps, such as a merge or a reset",
+)
 STATISTICS = Cause(
     "statistics of a frozen module",
     "run the module with use_running_average=True, or in optax_freeze.linen.Frozen or optax_freeze.nnx.Frozen",

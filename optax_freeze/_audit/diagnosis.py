@@ -10,10 +10,10 @@ from optax_freeze._audit.runs import ANOTHER_BATCH, ANOTHER_STATE, ANOTHER_VALUE
 from optax_freeze._errors import counted
 
 if TYPE_CHECKING:
+    from optax_freeze._audit.changed_gradients import ChangedGradients
     from optax_freeze._audit.optimizer_step import GivenGradients
-    from optax_freeze._audit.program import StepProgram
 
-Gradients: TypeAlias = "StepProgram | GivenGradients"
+Gradients: TypeAlias = "ChangedGradients | GivenGradients"
 
 
 def leaks_of(runs: Runs, gradients: "Gradients | None") -> Iterator[Leak]:
@@ -48,6 +48,9 @@ def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
         return _leak("moved", cause, path, got, count)
 
     reacts = runs.reacts(position)
+    if now == [ANOTHER_VALUES] and not step.is_fresh:
+        runs.notes.append(f"{path or 'the parameter'} moves with other frozen values alone: {moves[ANOTHER_VALUES][1]}")
+        now = later = []
     unexplained = next(iter(now), "")  # the first run in which it moves
     if {*now} - {ANOTHER_STATE}:
         decays = runs.decays(position, ["", ANOTHER_VALUES] if ANOTHER_VALUES in runs.records else [""])
@@ -68,6 +71,8 @@ def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
             yield leak(step.other_part)
     elif later and runs.decays(position, later[:1]):
         yield leak(causes.DECAY, later[0])
+    elif later and not step.is_fresh and path not in step.in_groups:
+        yield leak(causes.LATER, later[0])
     elif later:
         runs.notes.append(f"{path or 'the parameter'} moves in a later step ({later[0]}), as a schedule may want it")
     if reacts and unexplained in moves:
@@ -84,6 +89,10 @@ def _moved_state(runs: Runs) -> Iterator[Leak]:
         if count:
             got = f"{count} elements of an average that equals the frozen value move in some steps{far}"
             yield _leak("moved", causes.AVERAGE, step.paths[k], got, count)
+    for k in runs.copies:
+        for count, got in [*runs.moves(k).values()][:1]:
+            cause = causes.DECAY if runs.decays(k, [""]) else causes.COPY
+            yield _leak("moved", cause, step.paths[k], got.replace("frozen elements", "elements"), count)
     for k in runs.statistics():
         for count, got in [*runs.moves(k).values()][:1]:
             yield _leak("moved", causes.STATISTICS, step.paths[k], got.replace("frozen elements", "elements"), count)
@@ -125,27 +134,27 @@ def _computed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
     for g in gradients.gradients:
         if id(g) in of_results:
             continue
-        [i] = g.leaves
-        together = {j for a in (g.huge, g.nan) for j in g.trainable(a) if j != i and not step.is_frozen(j)}
+        together = {j for a in (g.huge, g.nan) for j in g.trainable(a) if not step.is_frozen(j)}
         with_sign, names = g.trainable(g.negative), g.read
-        readers = {
-            "a norm or a finite check": together - with_sign,
-            "a sum or a preconditioner": together & with_sign,
-            "its state": ("state", i) in g.negative | g.huge | g.nan,
-            "its update": ("frozen", i) in g.negative | g.huge | g.nan,
-            "other state": "other" in names or "state" in names,
-            "a result": "result" in names,
-            "nothing, but it leaves a jitted function": g.leaves_call,
-        }
-        read_by = [name for name, reads in readers.items() if reads] or ["its own leaf"]
-        cost = (
-            "computed in a loop, a branch or a shard_map"
-            if g.flops is None
-            else f"{g.flops:,} of {gradients.flops:,} FLOPs of a step"
+        total, _ = gradients.flops
+        cost = "computed" if g.flops is None else f"{g.flops:,} of {total:,} FLOPs of a step, for all frozen leaves"
+        cost += f"; changed together with {counted(len(g.leaves) - 1, 'other leaf', 'other leaves')}" * (
+            len(g.leaves) > 1
         )
-        got, elements = f"{cost}; read by {', '.join(read_by)}", step.elements(i, frozen=True)
-        path = step.plan.leaves[i].path
-        yield _leak("gradient", causes.reading(read_by[0]), path, got, elements, flops=g.flops or 0)
+        for i in g.leaves:
+            readers = {
+                "a norm or a finite check": together - with_sign - {i},
+                "a sum or a preconditioner": (together & with_sign) - {i},
+                "its state": ("state", i) in g.negative | g.huge | g.nan,
+                "its update": ("frozen", i) in g.negative | g.huge | g.nan,
+                "other state": "other" in names or "state" in names,
+                "a result": "result" in names,
+                "nothing, but it leaves a jitted function": g.leaves_call,
+            }
+            read_by = [name for name, reads in readers.items() if reads] or ["its own leaf"]
+            got, elements = f"{cost}; read by {', '.join(read_by)}", step.elements(i, frozen=True)
+            path = step.plan.leaves[i].path
+            yield _leak("gradient", causes.reading(read_by[0]), path, got, elements, flops=g.flops or 0)
 
 
 def _held(runs: Runs) -> Iterator[Leak]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._spec.memory_kinds import to_device
-from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._verify import bits as _bits
 
 
@@ -48,7 +48,17 @@ def changes_of(*leaves: tuple[Any, Any, Selection, Any]) -> list[tuple[Change, b
 def _digest_on_device(value: Any, selection: Selection) -> Any:
     value, selection = _bits.placed(_array(value), selection)
     key, axis = _bits.hashed("fz.audit_step"), _bits.block_axis(*jax.tree.leaves(value))
-    return _bits.digest(value, key, selection, axis=axis)
+    return jnp.stack(_bits.digest(value, key, selection, axis=axis))
+
+
+def digests_of(value: Any, selection: Selection) -> tuple[Any, Any]:
+    """Digests of the frozen elements of a leaf, and of all others."""
+    nothing = np.zeros(_bits.LANES, np.uint32)
+    if not selection.in_part:
+        found = _digest_on_device(value, FROZEN)
+        return (found, nothing) if selection is FROZEN else (nothing, found)
+    frozen = _digest_on_device(value, selection)
+    return frozen, _digest_on_device(value, FROZEN) - frozen
 
 
 def _change_on_device(before: Any, after: Any, selection: Selection, update: Any) -> Any:
@@ -72,6 +82,13 @@ def share(shift: Any, plain: Any, shifted: Any) -> float:
     shift, plain, shifted = (np.asarray(to_device(x), np.float64) for x in (shift, plain, shifted))
     shares = (shifted - plain) / shift
     return float(shares.mean()) if np.ptp(shares) <= 1e-2 * abs(shares.mean()) else 0.0
+
+
+def is_cast_of(copy: Any, value: Any) -> bool:
+    """Whether an array has the values of another one, up to the rounding of a cast to the coarser of their types."""
+    a, b = (jnp.asarray(to_device(x)) for x in (copy, value))
+    coarser = min((a.dtype, b.dtype), key=lambda dtype: jnp.finfo(dtype).bits)
+    return bool((a.astype(coarser) == b.astype(coarser)).all())
 
 
 def _array(value: Any) -> Any:

@@ -207,7 +207,7 @@ class GivenGradients:
       note: why the runs may not show every leak.
     """
 
-    flops = 0
+    flops = 0, 0
 
     def __init__(self, step: OptimizerStep, steps: int, values: Mapping[int, Any]) -> None:
         self._step, self._steps = step, steps

@@ -9,8 +9,8 @@ import numpy as np
 
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 
-CHANGES = ("negative", "huge", "nan", "inf", "half")
-"""Other values of a gradient; half: every second element is huge."""
+CHANGES = ("negative", "huge", "nan", "inf", "signed", "zero")
+"""Other values of a gradient; signed: huge, with its own sign."""
 
 Answer: TypeAlias = frozenset[tuple[str, int | None]]
 """What differs with another gradient: ``frozen`` or ``trainable`` elements of a parameter, or its ``state``, each with
@@ -49,26 +49,24 @@ class Gradient(NamedTuple):
 def changed(value: Any, change: Any) -> Any:
     """Another value of a gradient; ``change`` is a place in ``CHANGES``."""
     huge = min(1e15, float(jnp.finfo(value.dtype).max) / 4)
-    new = jnp.where(change == 0, -value, jnp.array([0, huge, np.nan, np.inf, huge], value.dtype)[change])
 
-    def halved(value: Any, new: Any, change: Any) -> Any:
-        return jnp.where((change == 4) & (jnp.arange(value.size) % 2 == 1).reshape(value.shape), value, new)
+    def new(value: Any, change: Any) -> Any:
+        numbers = jnp.array([0, huge, np.nan, np.inf, 0, 0], value.dtype)[change]
+        signed = jnp.where(jnp.real(value) < 0, -huge, huge).astype(value.dtype)
+        return jnp.where(change == 0, -value, jnp.where(change == 4, signed, numbers))
 
-    return with_sharding(explicit_sharding(value), halved, value, new, change)
+    return with_sharding(explicit_sharding(value), new, value, change)
+
+
+def differences(values: Sequence[Any], expected: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
+    """For each pair of arrays how many elements differ where frozen, and how many elsewhere."""
+    return [_difference(a, b, mask) for a, b, mask in zip(values, expected, frozen, strict=True)]
 
 
 @jax.jit
-def differences(values: Sequence[Any], expected: Sequence[Any], frozen: Sequence[Any]) -> Any:
-    """For each pair of arrays how many elements differ where frozen, and how many elsewhere, as one array."""
-
-    def count(a: Any, b: Any, frozen: Any) -> Any:
-        if jnp.issubdtype(a.dtype, jax.dtypes.extended):
-            return jnp.zeros(2, jnp.int32)
-        differ = ~((a == b) | ((a != a) & (b != b)))
-        return jnp.stack([x.sum(dtype=jnp.int32) for x in (differ & frozen, differ & ~frozen)])
-
-    return (
-        jnp.zeros((0, 2), jnp.int32)
-        if not values
-        else jnp.stack([count(*each) for each in zip(values, expected, frozen, strict=True)])
-    )
+def _difference(a: Any, b: Any, frozen: Any) -> Any:
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a, b = map(jax.random.key_data, (a, b))
+        frozen = jnp.asarray(False)
+    differ = ~((a == b) | ((a != a) & (b != b)))
+    return jnp.stack([x.sum(dtype=jnp.int32) for x in (differ & frozen, differ & ~frozen)])

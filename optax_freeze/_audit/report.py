@@ -20,7 +20,7 @@ class Leak(NamedTuple):
       got, expected: what was observed, and what should have been.
       fix: what to do about it.
       elements: the number of elements concerned.
-      nbytes, flops: the size of the state, the cost of the gradient.
+      nbytes, flops: the size of the state, the cost of the gradients of all frozen leaves.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Audit:
         of them), ``"state"`` (state is stored for them) or ``"untrained"`` (the gradient of trainable elements affects
         neither updates nor state). ``path``, ``cause``, ``got``, ``expected`` and ``fix`` say where, why, and what to
         do; ``elements``, ``nbytes`` and ``flops`` are the elements concerned, the size of the state, and the cost of
-        the gradient.
+        the gradients of all frozen leaves.
       leaves: the number of leaves.
       frozen: the number of leaves that are frozen, in whole or in part.
       steps: the steps of each run.
@@ -99,6 +99,5 @@ def _text(rows: list[Leak]) -> str:
     got = most.got
     if len(rows) > 1:
         got += f" ({most.path})" + f"; {sum(leak.nbytes for leak in rows):,} bytes in all" * (most.kind == "state")
-        got += f"; {sum(leak.flops for leak in rows):,} FLOPs in all" * (most.flops > 0)
     at = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
     return message(f"{most.kind}: {most.cause}", at=at, got=got, expected=most.expected, fix=most.fix)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._audit.measurements import Change, changes_of, moved_elements, share
+from optax_freeze._audit.measurements import Change, changes_of, is_cast_of, moved_elements, share
 from optax_freeze._audit.reactions import differences
 from optax_freeze._audit.step import State, Step, like, other_batch, other_values
 from optax_freeze._errors import in_one_line, is_array
@@ -22,14 +22,14 @@ from optax_freeze._spec.tree import Part
 from optax_freeze._state.entries import Entry
 
 if TYPE_CHECKING:
-    from optax_freeze._audit.program import StepProgram
+    from optax_freeze._audit.changed_gradients import ChangedGradients
+    from optax_freeze._audit.untaken_branches import UntakenBranches
 
 ANOTHER_BATCH, ANOTHER_VALUES, ANOTHER_STATE = (
     "another batch",
     "other frozen values",
     "another state of frozen elements",
 )
-_LATER = 100, 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +88,21 @@ class Runs:
       watched: the positions of leaves that are compared, with their frozen elements.
       held: the positions of state for frozen elements, with the number of their parameter; None: all of them.
       averages: for each average of frozen values its parameter, and how many elements rounding changes.
+      copies: the other copies of frozen values that move, with their parameters.
       notes: the runs that could not be made, and what they would have shown.
     """
 
     def __init__(
-        self, step: Step, program: "StepProgram | None", steps: int, batch: Any = True, values: Any = True
+        self,
+        step: Step,
+        gradients: "ChangedGradients | None",
+        steps: int,
+        batch: Any = True,
+        values: Any = True,
+        branches: "UntakenBranches | None" = None,
     ) -> None:
-        self.step, self.program, self.steps, self.notes = step, program, steps, []
+        self.step, self.gradients, self.steps, self.branches = step, gradients, steps, branches
+        self.notes: list[str] = []
         self._statistics = step.statistics()
         self.watched = {step.params[i]: step.plan.selections[i] for i in step.frozen}
         self.watched |= dict.fromkeys(step.bits.values(), FROZEN) | dict.fromkeys(self._statistics, FROZEN)
@@ -103,6 +111,7 @@ class Runs:
         self.records: dict[str, Record] = {"": self._first()}
         own = other_values(step) if values is True else dict(values or {})
         self.averages = self._averages(pairs, own)
+        self.copies = self._other_copies(pairs)
         if batch is not False:
             given = other_batch(step.batch) if batch is True else (tuple(batch), step.batch[1])
             self._run(ANOTHER_BATCH, "other_batch", {}, given)
@@ -117,18 +126,41 @@ class Runs:
             self._run(ANOTHER_STATE, "", moments)
         self._run_later()
         self.held = self._held()
+        if branches is not None:
+            moved = {k for record in self.records.values() for k in record.moves}
+            self.notes += branches.note([i for i in step.frozen if step.params[i] in moved])
 
     def _first(self) -> Record:
-        step = self.step
-        record, react = Record(self, step.start), self.program.react if self.program is not None else lambda state: None
-        react(step.start)
-        for n, state in enumerate(step.run(self.steps), 1):
-            record.add(state)
-            if n < self.steps:
-                react(state)
+        step, gradients = self.step, self.gradients
+        record, before = Record(self, step.start), step.start
+        for _ in range(self.steps):
+            self._see(before)
+            if gradients is None:
+                before, _ = step.advance(before)
+                record.add(before)
             else:
-                self._counters = self._counters_of(state)
+                before = self._repeated(record, gradients, before)
+        self._counters = self._counters_of(before)
+        if gradients is not None:
+            gradients.counters = self._counters
+            gradients.ask_zeros()
         return record
+
+    def _repeated(self, record: Record, gradients: "ChangedGradients", before: State) -> State:
+        """The state after a step, which is repeated with other gradients; only two states are kept meanwhile."""
+        gradients.begin(before)
+        state, others = self.step.advance(before)
+        record.add(state)
+        plain = gradients.digests([*state, *others])
+        del state, others
+        gradients.react(before, plain)
+        state, others = self.step.advance(before)
+        gradients.compare(gradients.digests(before), plain, gradients.digests([*state, *others]))
+        return state
+
+    def _see(self, state: State, batch: Any = None) -> None:
+        if self.branches is not None:
+            self.branches.see(state, batch)
 
     def _counters_of(self, last: State) -> list[int]:
         """The integers that count the steps."""
@@ -143,10 +175,14 @@ class Runs:
 
     def _run(self, name: str, option: str, changes: Mapping[int, Any], batch: Any = None, steps: int = 0) -> None:
         step = self.step
-        record = Record(self, [changes.get(k, leaf) for k, leaf in enumerate(step.start)])
+        given = [changes.get(k, leaf) for k, leaf in enumerate(step.start)]
+        record, left = Record(self, given), steps or self.steps
         try:
-            for state in step.run(steps or self.steps, changes, batch):
+            self._see(given, batch)
+            for state in step.run(left, changes, batch):
                 record.add(state)
+                if left := left - 1:
+                    self._see(state, batch)
         except Exception as error:
             fix = f": pass {option}=, or {option}=False" if option else ""
             text = f"{type(error).__name__}: {in_one_line(error)[:60]}"
@@ -156,28 +192,23 @@ class Runs:
 
     def _run_later(self) -> None:
         """One step each with larger counters, for what a schedule hides in the first steps."""
-        step = self.step
-        for number in _LATER if self._counters else ():
-            name = f"counters at {number}"
-            changes = {k: like(step.start[k], jnp.asarray(number, step.start[k].dtype)) for k in self._counters}
+        for number, changes in self.step.later(self._counters):
             quiet = len(self.notes)
-            self._run(name, "", changes, steps=1)
+            self._run(f"counters at {number:,}", "", changes, steps=1)
             del self.notes[quiet:]
 
     def _copies(self) -> dict[int, int]:
-        """The leaves of the state that may be copies or averages of parameters with frozen elements."""
+        """The leaves of the state that have the values of a parameter with frozen elements, and may be its copies."""
         step, pairs = self.step, {}
         own = {*step.params.values()}
         for k, leaf in enumerate(step.start):
             if k in own or not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact) or not np.size(leaf):
                 continue
             alike = [i for i in step.frozen if np.shape(step.start[step.params[i]]) == np.shape(leaf)]
-            if step.owner(k) in alike:
-                pairs[k] = step.owner(k)
-            elif alike and step.owner(k) is None and self.program is not None:
-                follows = [i for i in step.params if self.program.follows(k, i)]
-                if len(follows) == 1 and follows[0] in alike:
-                    pairs[k] = follows[0]
+            equal = [i for i in alike if is_cast_of(leaf, step.start[step.params[i]])]
+            equal = [i for i in equal if step.owner(k) == i or step.ends_with(k, i)] or equal
+            if equal:
+                pairs[k] = equal[0]
         return pairs
 
     def _averages(self, pairs: Mapping[int, int], values: Mapping[int, Any]) -> dict[int, tuple[int, int, str]]:
@@ -213,25 +244,35 @@ class Runs:
                 found[k] = i, first[k].count, first[k].changes[0].far
         return found
 
+    def _other_copies(self, pairs: Mapping[int, int]) -> dict[int, int]:
+        """Copies of frozen values, up to a cast, that move by themselves; values that are all equal prove no copy."""
+        moves, start = self.records[""].moves, self.step.start
+        moved = {k: i for k, i in pairs.items() if k in moves and k not in self.averages and self.step.is_frozen(i)}
+        return {k: i for k, i in moved.items() if bool((to_device(start[k]) != to_device(start[k]).ravel()[0]).any())}
+
     def _of_state(self) -> dict[int, int | None]:
         """The leaves of the state that may be moments of frozen elements, with their parameters."""
         step, found = self.step, {}
         own = {*step.params.values()}
-        sizes = {i: np.size(step.start[step.params[i]]) for i in step.frozen if step.is_frozen(i)}
         for k, leaf in enumerate(step.start):
-            if k in own or k in self.averages or k in step.kept or not is_array(leaf) or k in self._statistics:
+            if (
+                k in own
+                or k in self.averages
+                or k in self.copies
+                or k in step.kept
+                or not is_array(leaf)
+                or k in self._statistics
+            ):
                 continue
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or leaf.dtype == bool:
                 continue
-            if k in step.in_optimizer and self._is_of_frozen(k):
-                found[k] = step.owner(k)
-            elif self.program is not None and np.ndim(leaf):
-                for i, size in sizes.items():
-                    may_be = np.size(leaf) == size and step.owner(k) in (None, i)
-                    if may_be and self.program.is_read_by_update(k, i) and not self.program.is_read_by_loss(k):
-                        found.setdefault(k, i)
-            elif self.program is None and self._is_of_frozen(k):
-                found[k] = step.owner(k)
+            if k in step.in_optimizer or self.gradients is None:
+                if self._is_of_frozen(k):
+                    found[k] = step.owner(k)
+            elif k in self.gradients.state_of:
+                found[k] = self.gradients.state_of[k]
+            elif alike := [i for i in step.frozen if step.is_frozen(i) and step.ends_with(k, i)]:
+                found[k] = alike[0]
         return found
 
     def _may_move(self, k: int) -> bool:
@@ -253,13 +294,13 @@ class Runs:
 
     def _held(self) -> dict[int, int | None]:
         """The state for frozen elements: of an optimizer, or a frozen parameter or its gradient proves it."""
-        step, program = self.step, self.program
+        step, gradients = self.step, self.gradients
         held = {k: i for k, i in self._candidates.items() if k in step.in_optimizer}
         for k, i in self._candidates.items():
             if i is not None and k not in held and self.reacts(step.params[i]):
                 held[k] = i
-        for k, i in (program.state_of if program is not None else {}).items():
-            if k not in self.averages and k not in step.kept:
+        for k, i in (gradients.state_of if gradients is not None else {}).items():
+            if k not in self.averages and k not in self.copies and k not in step.kept:
                 held.setdefault(k, i)
         return held
 
@@ -275,7 +316,7 @@ class Runs:
         shifts = {k: like(start[k], 1 + jnp.abs(to_device(start[k]))) for k in moved}
         [shifted] = step.run(1, {k: like(start[k], to_device(start[k]) + shift) for k, shift in shifts.items()})
         moved = [k for k in moved if 0 < share(shifts[k], plain[k], shifted[k]) < 1]
-        read = [k for k in moved if self.program is not None and self.program.is_read_by_loss(k)]
+        read = [k for k in moved if self.gradients is not None and self.gradients.reads(k)]
         if read:
             paths = ", ".join(step.paths[k] for k in read[:3])
             self.notes.append(

@@ -7,6 +7,7 @@ as well. A copy of the state is made for each call, so that a step may donate it
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy as copy_of
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.entries import Entry, entries_of
 from optax_freeze._state.own_states import outermost_states, states_in
 
+_LATER = 100, 1000, 720_719_999, 720_720_000
+
 State = list[Any]
 """The arrays of a state, and its other leaves."""
 
@@ -44,6 +47,7 @@ class Step:
       index_of: from the path of such a parameter to its number.
       entries: from positions to entries of optimizer states and averages.
       kept: the positions of state that groups of ``freeze_when`` keep while they are frozen.
+      in_groups: the paths of parameters that a group of ``freeze_when`` may freeze and thaw.
       trains_in_state: the paths of parameters that a state of ``freeze`` says are trainable.
       bits: the frozen leaves that are not floating-point arrays, from their paths to their positions.
       in_optimizer: the positions of state in a tuple of a type of Optax or of this library.
@@ -53,11 +57,13 @@ class Step:
       donates: whether the step may delete its arguments.
       objects: whether the state has NNX variables, which a step may change in place.
       calls: how often the step was called.
+      function: ``function(state, *batch)``.
     """
 
     is_fresh, other_part, donates = False, causes.OTHER_PART, True
     updates: Mapping[int, int] = {}
     trains_in_state: Collection[str] = ()
+    in_groups: Collection[str] = ()
 
     def __init__(
         self,
@@ -68,7 +74,7 @@ class Step:
         params: Any,
         frozen: Spec,
     ) -> None:
-        self._step, self.batch, self.calls = step, (tuple(batch), dict(keywords)), 0
+        self.function, self.batch, self.calls = step, (tuple(batch), dict(keywords)), 0
         walk = _tree.walk(state)
         self.objects = bool(walk.variables)
         self._treedef, self._type = jax.tree.structure(state), type(state)
@@ -87,7 +93,9 @@ class Step:
         for i, (leaf, value) in enumerate(zip(self.plan.leaves, values, strict=True)):
             if isinstance(value, Part) or (is_array(value) and id(value) not in positions):
                 got = "a Part, from fz.partition" if isinstance(value, Part) else "a new array"
-                expected, fix = "a leaf of the state", "params=lambda state: state.params"
+                expected = "a leaf of the state"
+                fix = "params=lambda state: state.params; of a model that is kept as one vector, that vector, with"
+                fix += " frozen=fz.elements(mask)"
                 raise value_error("`params` must select leaves", at=leaf.path, got=got, expected=expected, fix=fix)
             if leaf.inexact and id(value) in positions:
                 self.params[i] = positions[id(value)]
@@ -96,6 +104,12 @@ class Step:
         self.kept: set[int] = set()
         self.in_optimizer = _of_optimizers(own)
         self._find_entries(own)
+        self.in_groups = {
+            plan.leaves[i].path
+            for each in states_in(own, FreezeWhenState)
+            for plan in each.plan.plans[:-1]
+            for i in plan.own
+        }
         self.trains_in_state = {
             leaf.path
             for state in states_in(own, FreezeState)
@@ -121,6 +135,12 @@ class Step:
             if id(place) in positions and not isinstance(variable, streams)
         }
 
+    def with_function(self, function: Callable[..., Any]) -> "Step":
+        """The same step, computed by another function."""
+        other = copy_of(self)
+        other.function = function
+        return other
+
     @property
     def frozen(self) -> list[int]:
         """The parameters with frozen elements."""
@@ -140,18 +160,36 @@ class Step:
 
         A state may be deleted by the next step, which gets it without a copy.
         """
-        given = copy if self.donates else lambda leaf: leaf
-        state = [given(changes.get(position, leaf)) for position, leaf in enumerate(self.start)]
+        state = [self._given(changes.get(position, leaf)) for position, leaf in enumerate(self.start)]
         for _ in range(steps):
             with jax.debug_nans(False), jax.debug_infs(False):
-                state = self(state, jax.tree.map(given, self.batch if batch is None else batch))[0]
+                state = self(state, jax.tree.map(self._given, self.batch if batch is None else batch))[0]
             yield state
+
+    def arrays_of(self, state: State, batch: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+        """The arrays of a state and a batch, and what puts other arrays into their places."""
+        leaves, structure = jax.tree.flatten((state, batch))
+        places = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
+
+        def filled(arrays: Sequence[Any]) -> Any:
+            given = dict(zip(places, arrays, strict=True))
+            return jax.tree.unflatten(structure, [given.get(k, leaf) for k, leaf in enumerate(leaves)])
+
+        return [to_device(leaves[k]) for k in places], filled
+
+    def advance(self, state: State, batch: Any = None) -> tuple[State, list[Any]]:
+        """:meth:`__call__` with copies of a state and of a batch, which remain."""
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return self([*map(self._given, state)], jax.tree.map(self._given, self.batch if batch is None else batch))
+
+    def _given(self, leaf: Any) -> Any:
+        return copy(leaf) if self.donates else leaf
 
     def __call__(self, leaves: State, batch: Any) -> tuple[State, list[Any]]:
         """The leaves of the new state, and those of the other results; the step may delete what it is given."""
         given, self.calls = self._state(leaves), self.calls + 1
         try:
-            out = self._step(given, *batch[0], **batch[1])
+            out = self.function(given, *batch[0], **batch[1])
         except Exception as error:
             error.add_note("fz.audit_step: from step(state, *batch)")
             raise
@@ -193,6 +231,17 @@ class Step:
         """The parameter that a leaf of the state belongs to."""
         entry = self.entries.get(k)
         return None if entry is None or entry.leaf is None else self.index_of.get(entry.leaf)
+
+    def ends_with(self, k: int, i: int) -> bool:
+        """Whether the path of a leaf of the state ends with that of a parameter, whose shape it has."""
+        path, at = self.plan.leaves[i].path, self.paths[k]
+        return np.shape(self.start[k]) == np.shape(self.start[self.params[i]]) and f"/{at}".endswith(f"/{path}")
+
+    def later(self, counters: Sequence[int]) -> Iterator[tuple[int, dict[int, Any]]]:
+        """Large numbers, divisible by many and one less, and the changes of a state with such counters."""
+        for number in _LATER if counters else ():
+            fits = [k for k in counters if np.iinfo(self.start[k].dtype).max >= number]
+            yield number, {k: like(self.start[k], jnp.asarray(number, self.start[k].dtype)) for k in fits}
 
     def tree(self, k: int) -> str:
         """The path of the tree that has the structure of the parameters, and a leaf of the state in it."""
@@ -293,6 +342,12 @@ def other_batch(batch: Any) -> Any:
         return _mixed(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf[::-1]
 
     return jax.tree.map(other, batch)
+
+
+def opposite(batch: Any) -> Any:
+    """A batch whose floating-point numbers have the other sign."""
+    is_inexact = lambda leaf: is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)  # noqa: E731
+    return jax.tree.map(lambda leaf: -leaf if is_inexact(leaf) else leaf, batch)
 
 
 @jax.jit

@@ -43,55 +43,70 @@ def stopped(params, x, y):
     return loss(fz.stop_gradient(params, FROZEN), x, y)
 
 
-def plain(tx, loss=loss, grad=jax.value_and_grad):
+def plain_step(tx, grad=jax.value_and_grad):
     """The usual step: a gradient, an optimizer, new parameters."""
 
-    @jax.jit
-    def step(state, x, y):
-        value, grads = grad(loss)(state["params"], x, y)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {**state, "params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
+    def make_step(loss):
+        @jax.jit
+        def step(state, x, y):
+            value, grads = grad(loss)(state["params"], x, y)
+            updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+            return {**state, "params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, value
 
-    return step, {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+        return step
+
+    return make_step
 
 
-def then(change, made=None):
+def plain(tx, loss=loss, grad=jax.value_and_grad):
+    return plain_step(tx, grad), {"params": PARAMS, "opt_state": tx.init(PARAMS)}, loss
+
+
+def then(change):
     """The usual right step, and what is done to its new state."""
-    step, state = made or plain(fz.freeze(ADAM, FROZEN))
+    make_plain, state, _ = plain(fz.freeze(ADAM, FROZEN))
 
-    def changed(state, x, y):
-        new, value = step(state, x, y)
-        return change(state, new, x), value
+    def make_step(loss):
+        step = make_plain(loss)
 
-    return changed, state
+        def changed(state, x, y):
+            new, value = step(state, x, y)
+            return change(state, new, x), value
+
+        return changed
+
+    return make_step, state, loss
 
 
 def average(rate):
     def change(old, new, x):
         return {**new, "ema": jax.tree.map(rate, old["ema"], new["params"])}
 
-    step, state = then(change)
-    return step, {**state, "ema": PARAMS}
+    make_step, state, _ = then(change)
+    return make_step, {**state, "ema": PARAMS}, loss
 
 
 def momentum_left():
     tx = optax.chain(optax.masked(optax.set_to_zero(), TRUE), optax.sgd(0.1, momentum=0.9))
-    step, state = plain(tx)
+    make_step, state, _ = plain(tx)
     _, warm = optax.sgd(0.1, momentum=0.9).update(jax.tree.map(jnp.ones_like, PARAMS), state["opt_state"][1])
-    return step, {**state, "opt_state": (state["opt_state"][0], warm)}
+    return make_step, {**state, "opt_state": (state["opt_state"][0], warm)}, loss
 
 
 def another_spec():
     tx = fz.freeze(ADAM, "head")
 
-    @jax.jit
-    def step(state, x, y):
-        grads = jax.grad(loss)(state["params"], x, y)
-        now = fz.spec_of(state["opt_state"])
-        updates, opt_state = fz.freeze(ADAM, now).update(grads, state["opt_state"], state["params"])
-        return {"params": fz.apply_updates(state["params"], updates, now), "opt_state": opt_state}
+    def make_step(loss):
+        @jax.jit
+        def step(state, x, y):
+            grads = jax.grad(loss)(state["params"], x, y)
+            now = fz.spec_of(state["opt_state"])
+            updates, opt_state = fz.freeze(ADAM, now).update(grads, state["opt_state"], state["params"])
+            return {"params": fz.apply_updates(state["params"], updates, now), "opt_state": opt_state}
 
-    return step, {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+        return step
+
+    return make_step, {"params": PARAMS, "opt_state": tx.init(PARAMS)}, loss
 
 
 def router(old, new, x):
@@ -121,17 +136,20 @@ def linen(train_encoder):
     variables = model.init(jax.random.key(0), X)
     state = WithStatistics.create(apply_fn=model.apply, tx=fz.freeze(ADAMW, FROZEN), **variables)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, x, y):
-        def loss(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
-            return jnp.mean((out - y) ** 2), new
+    def loss(params, batch_stats, x, y):
+        out, new = model.apply({"params": params, "batch_stats": batch_stats}, x, mutable=["batch_stats"])
+        return jnp.mean((out - y) ** 2), new
 
-        (value, new), grads = fz.value_and_grad(loss, FROZEN, has_aux=True)(state.params)
-        return state.apply_gradients(grads=grads).replace(**new), value
+    def make_step(loss):
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, x, y):
+            grad = fz.value_and_grad(loss, FROZEN, has_aux=True)
+            (value, new), grads = grad(state.params, state.batch_stats, x, y)
+            return state.apply_gradients(grads=grads).replace(**new), value
 
-    return step, state
+        return step
+
+    return make_step, state, loss
 
 
 class TwoLayers(nnx.Module):
@@ -150,14 +168,20 @@ def modules(freeze, tx):
         fnnx.freeze(model, FROZEN)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    @nnx.jit
-    def step(state, x, y):
-        model, optimizer = state
-        value, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-        optimizer.update(model, grads)
-        return value
+    def loss(model, x, y):
+        return jnp.mean((model(x) - y) ** 2)
 
-    return step, (model, optimizer)
+    def make_step(loss):
+        @nnx.jit
+        def step(state, x, y):
+            model, optimizer = state
+            value, grads = nnx.value_and_grad(loss)(model, x, y)
+            optimizer.update(model, grads)
+            return value
+
+        return step
+
+    return make_step, (model, optimizer), loss
 
 
 def microbatches(tx, grad, begins=1.0):
@@ -166,20 +190,23 @@ def microbatches(tx, grad, begins=1.0):
     def loss_of_one(params, x, y, share):
         return loss(params, x, y, lambda h: share * h + (1 - share) * jax.lax.stop_gradient(h))
 
-    @jax.jit
-    def step(state, x, y):
-        params, opt_state = state
-        shares = jnp.ones(len(x)).at[0].set(begins)
-        like = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad(loss_of_one), params, x[:1], y[:1], shares[:1]))
+    def make_step(loss_of_one):
+        @jax.jit
+        def step(state, x, y):
+            params, opt_state = state
+            shares = jnp.ones(len(x)).at[0].set(begins)
+            like = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad(loss_of_one), params, x[:1], y[:1], shares[:1]))
 
-        def add(total, xy):
-            return jax.tree.map(jnp.add, total, grad(loss_of_one)(params, *(each[None] for each in xy))), None
+            def add(total, xy):
+                return jax.tree.map(jnp.add, total, grad(loss_of_one)(params, *(each[None] for each in xy))), None
 
-        grads, _ = jax.lax.scan(add, like, (x, y, shares))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return fz.apply_updates(params, updates), opt_state, jnp.zeros(())
+            grads, _ = jax.lax.scan(add, like, (x, y, shares))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return fz.apply_updates(params, updates), opt_state, jnp.zeros(())
 
-    return step, (PARAMS, tx.init(PARAMS))
+        return step
+
+    return make_step, (PARAMS, tx.init(PARAMS)), loss_of_one
 
 
 def clip(tx):
@@ -190,15 +217,20 @@ def partitioned(tx):
     """Only trainable parameters are in the optimizer and in the average."""
     trainable, rest = fz.partition(PARAMS, FROZEN)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, x, y):
-        _, grads = jax.value_and_grad(fz.restrict(loss, state["rest"]))(state["trainable"], x, y)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["trainable"])
-        trainable = fz.apply_updates(state["trainable"], updates)
-        ema = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["ema"], trainable)
-        return {**state, "trainable": trainable, "opt_state": opt_state, "ema": ema}, {"norm": optax.tree.norm(grads)}
+    def make_step(loss):
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, x, y):
+            _, grads = jax.value_and_grad(fz.restrict(loss, state["rest"]))(state["trainable"], x, y)
+            updates, opt_state = tx.update(grads, state["opt_state"], state["trainable"])
+            trainable = fz.apply_updates(state["trainable"], updates)
+            ema = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["ema"], trainable)
+            return {**state, "trainable": trainable, "opt_state": opt_state, "ema": ema}, {
+                "norm": optax.tree.norm(grads)
+            }
 
-    return step, {"trainable": trainable, "rest": rest, "opt_state": tx.init(trainable), "ema": trainable}
+        return step
+
+    return make_step, {"trainable": trainable, "rest": rest, "opt_state": tx.init(trainable), "ema": trainable}, loss
 
 
 def combined(state):
@@ -214,8 +246,8 @@ def labels_that_match_nothing():
 
 def ones_that_decay():
     """A rate of 1e-7, of which rounding leaves one or two bits."""
-    step, state = plain(optax.adamw(1e-3), stopped)
-    return step, {**state, "params": jax.tree.map(jnp.ones_like, PARAMS)}
+    make_step, state, _ = plain(optax.adamw(1e-3), stopped)
+    return make_step, {**state, "params": jax.tree.map(jnp.ones_like, PARAMS)}, stopped
 
 
 def frozen_labels():
@@ -230,6 +262,7 @@ STATE = ("state", "encoder/kernel", "state for frozen elements")
 NORM = ("changed", "head/kernel", "a norm over frozen gradients")
 FINITE = ("changed", "head/kernel", "a finite check over frozen gradients")
 MOMENTS = ("moved", "encoder/kernel", "the state of an optimizer after the freeze")
+READ_BY_STATE = "a gradient that is read by its state"
 READ_BY_NORM = ("gradient", "encoder/kernel", "a gradient that is read by a norm or a finite check")
 
 LEAKS = {
@@ -317,10 +350,16 @@ RIGHT = {
 }
 
 
+OF_A_GROUP = (
+    "gradients of 2 frozen leaves are computed (207 of 940 FLOPs), but no parameter and no state depends on them:"
+    " results beside the state, a callback or what did not run may read them"
+)
+
+
 def audit(made, **kwargs):
-    step, state = made()
+    make_step, state, loss = made()
     params = "0" if type(state) is tuple else combined if isinstance(state, dict) and "rest" in state else "params"
-    return fz.audit_step(step, state, X, Y, params=params, frozen=FROZEN, **kwargs)
+    return fz.audit_step(make_step, state, X, Y, loss=loss, params=params, frozen=FROZEN, **kwargs)
 
 
 def found(report):
@@ -339,7 +378,7 @@ def test_a_leaking_step_is_named_with_its_cause(made, expected):
 def test_a_right_step_passes(made):
     report = audit(made)
     report.raise_for_leaks()
-    assert not report.note
+    assert not report.note.replace(OF_A_GROUP, "")
 
 
 def test_the_flops_of_frozen_gradients_are_those_that_a_restricted_gradient_saves():
@@ -347,8 +386,7 @@ def test_the_flops_of_frozen_gradients_are_those_that_a_restricted_gradient_save
     report = audit(lambda: plain(clip(FREEZE)))
     flops = {leak.path: leak.flops for leak in report.leaks if leak.kind == "gradient"}
     matmul = 2 * 4 * 3 * 3
-    assert flops["encoder/kernel"] + flops["encoder/bias"] > 2 * matmul
-    assert "FLOPs in all" in str(report)
+    assert flops["encoder/kernel"] == flops["encoder/bias"] > 2 * matmul
 
 
 ROWS = {"layers": fz.rows(slice(0, 2)), "head": False}
@@ -378,63 +416,84 @@ def test_rows(tx, zeroed, expected):
         x, _ = jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, params["layers"])
         return jnp.mean((x @ params["head"] - y) ** 2)
 
-    @jax.jit
-    def step(state, x, y):
-        grads = jax.grad(loss)(state[0], x, y)
-        if zeroed:
-            grads["layers"] = jnp.where(jnp.arange(3)[:, None, None] < 2, 0, grads["layers"])
-        updates, opt_state = tx.update(grads, state[1], state[0])
-        return fz.apply_updates(state[0], updates), opt_state
+    def make_step(loss):
+        @jax.jit
+        def step(state, x, y):
+            grads = jax.grad(loss)(state[0], x, y)
+            if zeroed:
+                grads["layers"] = jnp.where(jnp.arange(3)[:, None, None] < 2, 0, grads["layers"])
+            updates, opt_state = tx.update(grads, state[1], state[0])
+            return fz.apply_updates(state[0], updates), opt_state
 
-    assert found(fz.audit_step(step, (STACK, tx.init(STACK)), X, Y, params="0", frozen=ROWS)) == expected
+        return step
+
+    state = STACK, tx.init(STACK)
+    assert found(fz.audit_step(make_step, state, X, Y, loss=loss, params="0", frozen=ROWS)) == expected
 
 
 def not_traceable(tx):
-    step, state = plain(tx)
+    make_plain, state, _ = plain(tx)
 
-    def reads_the_loss(state, x, y):
-        new, value = step(state, x, y)
-        return new if float(value) < np.inf else state
+    def make_step(loss):
+        step = make_plain(loss)
 
-    return reads_the_loss, state
+        def reads_the_loss(state, x, y):
+            new, value = step(state, x, y)
+            return new if float(value) < np.inf else state
 
+        return reads_the_loss
 
-def logged(tx):
-    @jax.jit
-    def step(state, x, y):
-        grads = jax.grad(loss)(state[0], x, y)
-        updates, opt_state = tx.update(grads, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), opt_state), {"norm": optax.tree.norm(grads)}
-
-    return step, (PARAMS, tx.init(PARAMS))
+    return make_step, state, loss
 
 
-def several(tx):
-    step, state = logged(tx)
-    return lambda state, x, y: jax.lax.scan(lambda s, _: step(s, x, y), state, None, length=2), state
+def logged(tx, times=1):
+    def make_step(loss):
+        def one(state, x, y):
+            grads = jax.grad(loss)(state[0], x, y)
+            updates, opt_state = tx.update(grads, state[1], state[0])
+            return (optax.apply_updates(state[0], updates), opt_state), {"norm": optax.tree.norm(grads)}
+
+        several = lambda state, x, y: jax.lax.scan(lambda s, _: one(s, x, y), state, None, length=times)  # noqa: E731
+        return jax.jit(one if times == 1 else several)
+
+    return make_step, (PARAMS, tx.init(PARAMS)), loss
 
 
-def by_hand(tx):
-    step, state = plain(tx, grad=lambda loss: lambda params, x, y: (0.0, jax.tree.map(jnp.ones_like, params)))
-    return step, state
+def by_hand(loss):
+    return lambda params, x, y: (loss(params, x, y), jax.tree.map(jnp.ones_like, params))
+
+
+def other_loss(tx):
+    make_step, state, loss = plain(tx)
+    return lambda _: make_step(loss), state, loss
+
+
+def forward_mode(loss):
+    return lambda *args: (loss(*args), jax.jacfwd(loss)(*args))
+
+
+NOT_KNOWN = "which gradients of frozen parameters are computed, and what reads them, is not known"
+LOGGED = "but no parameter and no state depends on them: results"
 
 
 @pytest.mark.parametrize(
     ("made", "note", "leaks"),
     [
-        (lambda: not_traceable(FREEZE), "the step cannot be traced (ConcretizationTypeError", set()),
+        (lambda: not_traceable(FREEZE), "", set()),
+        (lambda: not_traceable(ADAMW), "", {TRAINS, STATE, ("gradient", "encoder/kernel", READ_BY_STATE)}),
+        (lambda: logged(FREEZE), LOGGED, set()),
+        (lambda: logged(FREEZE, times=2), LOGGED, set()),
         (
-            lambda: not_traceable(ADAMW),
-            "the step cannot be traced",
-            {("moved", "encoder/kernel", "a value that depends on the batch"), STATE},
-        ),
-        (lambda: logged(FREEZE), "gradients of 2 frozen leaves are computed only for results", set()),
-        (
-            lambda: several(FREEZE),
-            "computed only for results beside the state (in a loop, a branch or a shard_map)",
+            lambda: plain(FREEZE, grad=by_hand),
+            f"the step takes no gradient of the loss, which it calls: {NOT_KNOWN}",
             set(),
         ),
-        (lambda: by_hand(FREEZE), "the program of the step has no backward pass", set()),
+        (
+            lambda: other_loss(FREEZE),
+            f"the loss is not called by the step that `make_step` returns: {NOT_KNOWN}",
+            set(),
+        ),
+        (lambda: plain(FREEZE, grad=forward_mode), "as in forward mode (TypeError", set()),
     ],
     ids=[
         "not traceable",
@@ -442,6 +501,8 @@ def by_hand(tx):
         "a logged norm",
         "several steps",
         "by hand",
+        "another",
+        "forward mode",
     ],
 )
 def test_what_is_not_known_is_in_the_note(made, note, leaks):
@@ -450,27 +511,189 @@ def test_what_is_not_known_is_in_the_note(made, note, leaks):
     assert {leak for leak in found(report) if leak[1] == "encoder/kernel"} == leaks
 
 
+def gradients_leave(loss):
+    grad = jax.jit(jax.grad(loss))
+
+    def step(state, x, y):
+        updates, opt_state = FREEZE.update(grad(state["params"], x, y), state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    return step
+
+
+def actor_and_critic(loss_of_actor, loss_of_critic):
+    @jax.jit
+    def step(state, x, y):
+        actor, critic = state["params"]["actor"], state["params"]["critic"]
+        grads = {"actor": jax.grad(loss_of_actor)(actor, x, y), "critic": jax.grad(loss_of_critic)(critic, x, y)}
+        grads["critic"] = jax.tree.map(lambda g: g / optax.tree.norm(grads["critic"]), grads["critic"])
+        updates, opt_state = NETWORKS.update(grads, state["opt_state"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    return step
+
+
+def other_values(loss):
+    """What the loss gets has the paths and the shapes of the parameters, but not their order."""
+
+    @jax.jit
+    def step(state, x, y):
+        grads = jax.grad(lambda params: loss(jax.tree.map(jnp.transpose, params), x, y))(state["params"])
+        updates, opt_state = SQUARE.update(grads, state["opt_state"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    return step
+
+
+def quantized(loss):
+    """Integers of a frozen module that move, beside a frozen key that does."""
+
+    def step(state, x, y):
+        codes, key = state["params"]["codes"], state["params"]["key"]
+        return {"params": {**state["params"], "codes": codes + 1, "key": jax.random.split(key)[0]}}
+
+    return step
+
+
+def a_late_branch(loss):
+    @jax.jit
+    def step(state, x, y):
+        grads = fz.grad(loss, FROZEN)(state["params"], x, y)
+        params = fz.apply_updates(state["params"], jax.tree.map(lambda g: -0.1 * g, grads))
+        shrunk = lambda params: jax.tree.map(lambda leaf: 0.9 * leaf, params)  # noqa: E731
+        return {"params": jax.lax.cond(jnp.max(x) > 50, shrunk, lambda params: params, params)}
+
+    return step
+
+
+CLIPPED = ("changed", "head"), ("gradient", "encoder")
+NETWORKS = fz.freeze(optax.sgd(0.1), "*/encoder")
+OF_SQUARE = fz.rules({"kernel": fz.rows([0, 1])})
+SQUARE = fz.freeze(clip(optax.sgd(0.1)), OF_SQUARE)
+MANY = {"head": numbers(3), **{f"layer_{n:02}": numbers(3) + n for n in range(20)}}
+BRANCH = "no run took a branch that can write encoder/bias, encoder/kernel: whether it does is not known"
+
+
+@pytest.mark.parametrize(
+    ("make_step", "params", "tx", "loss", "frozen", "expected", "note"),
+    [
+        (gradients_leave, PARAMS, FREEZE, loss, FROZEN, {"gradient encoder/bias", "gradient encoder/kernel"}, ""),
+        (a_late_branch, PARAMS, None, loss, FROZEN, set(), BRANCH),
+        (
+            actor_and_critic,
+            {"actor": PARAMS, "critic": jax.tree.map(lambda x: x + 0.1, PARAMS)},
+            NETWORKS,
+            {"actor": loss, "critic": loss},
+            "*/encoder",
+            {f"{leak} critic/{at}/{name}" for leak, at in CLIPPED for name in ("bias", "kernel")},
+            "",
+        ),
+        (
+            actor_and_critic,
+            {"actor": PARAMS, "critic": jax.tree.map(lambda x: x + 0.1, PARAMS)},
+            NETWORKS,
+            (loss, loss),
+            "*/encoder",
+            set(),
+            "what a loss gets may be one of several parts (actor and critic): which gradients of frozen parameters",
+        ),
+        (
+            other_values,
+            {"kernel": numbers(3, 3), "out": numbers(3, 3) + 0.1},
+            SQUARE,
+            lambda params, x, y: jnp.mean((jnp.tanh(x @ params["kernel"]) @ params["out"] - y) ** 2),
+            OF_SQUARE,
+            set(),
+            "a loss gets other values of kernel than the parameters have",
+        ),
+        (
+            quantized,
+            {"codes": jnp.arange(3, dtype=jnp.int8), "key": jax.random.key(0), "head": jnp.ones(3)},
+            None,
+            loss,
+            ["codes", "key"],
+            {"moved codes", "moved key"},
+            "is not called",
+        ),
+        (
+            plain_step(clip(fz.freeze(ADAM, "layer_*"))),
+            MANY,
+            clip(fz.freeze(ADAM, "layer_*")),
+            lambda params, x, y: sum(jnp.sum((leaf - x[0] * y[0]) ** 2) for leaf in params.values()),
+            "layer_*",
+            {"changed head", *(f"gradient layer_{n:02}" for n in range(20))},
+            "",
+        ),
+    ],
+    ids=["leave", "a branch", "by path", "of several parts", "other values", "integers and keys", "many leaves"],
+)
+def test_other_steps(make_step, params, tx, loss, frozen, expected, note):
+    state = {"params": params} | ({} if tx is None else {"opt_state": tx.init(params)})
+    report = fz.audit_step(make_step, state, X, Y, loss=loss, params="params", frozen=frozen)
+    assert {f"{leak.kind} {leak.path}" for leak in report.leaks} == expected
+    assert note in report.note
+    assert ("changed together with" in str(report)) == (len(params) > 16)
+
+
+class TestOptions:
+    def audit(self, change=lambda step: step, **options):
+        make_step, state, loss = plain(FREEZE)
+        made = lambda loss: change(make_step(loss))  # noqa: E731
+        return fz.audit_step(made, state, X, loss=loss, params="params", frozen=FROZEN, **options)
+
+    def test_a_step_that_checks_its_batch(self):
+        def checked(step):
+            def with_offsets(state, x, offsets):
+                if not isinstance(offsets, jax.core.Tracer) and bool((jnp.diff(offsets) < 0).any()):
+                    raise ValueError("offsets must be sorted")
+                return step(state, x, Y)
+
+            return lambda state, x, *, offsets: with_offsets(state, x, offsets)
+
+        report = self.audit(checked, offsets=jnp.array([0, 2, 5]))
+        assert report
+        assert "does not run with another batch (ValueError: offsets must be sorted)" in report.note
+        assert "batch" not in self.audit(checked, offsets=jnp.array([0, 2, 5]), other_batch=False).note
+
+    def test_other_values_of_the_user(self):
+        calls = []
+
+        def watched(step):
+            def step_of(state, x, y):
+                calls.append(state["params"]["encoder"]["bias"])
+                return step(state, x, y)
+
+            return step_of
+
+        values = jax.tree.map(lambda leaf: leaf + 7, PARAMS)
+        report = self.audit(watched, y=Y, other_values=values)
+        assert report.calls == len(calls)
+        assert any(not isinstance(x, jax.core.Tracer) and float(x[0]) == 7 for x in calls)
+        assert self.audit(watched, y=Y, other_values=False).calls == report.calls - 3
+
+
 def test_shared_nnx_variables_stay_shared():
-    step, (model, _) = modules(True, ADAM)
+    make_step, (model, _), loss = modules(True, ADAM)
     model.other = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
     model.other.kernel = model.head.kernel
     optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-    assert fz.audit_step(step, (model, optimizer), X, Y, params="0", frozen=FROZEN).ok
+    assert fz.audit_step(make_step, (model, optimizer), X, Y, loss=loss, params="0", frozen=FROZEN).ok
 
 
 def test_a_single_trainable_leaf_of_the_shape_of_a_frozen_one():
-    step, state = plain(clip(fz.freeze(ADAM, fz.all_except("head/bias"))))
-    report = fz.audit_step(step, state, X, Y, params="params", frozen=fz.all_except("head/bias"))
+    make_step, state, _ = plain(clip(fz.freeze(ADAM, fz.all_except("head/bias"))))
+    report = fz.audit_step(make_step, state, X, Y, loss=loss, params="params", frozen=fz.all_except("head/bias"))
     paths = {leak.path for leak in report.leaks if leak.kind == "gradient"}
     assert paths == {"encoder/bias", "encoder/kernel", "head/kernel"}
 
 
 def test_the_state_is_not_changed():
     for made in (lambda: modules(False, ADAM), lambda: linen(True)):
-        step, state = made()
+        make_step, state, loss = made()
         numbers = [x for x in jax.tree.leaves(state) if getattr(x, "dtype", None) == np.float32]
         before = list(map(np.array, numbers))
-        fz.audit_step(step, state, X, Y, params="0" if isinstance(state, tuple) else "params", frozen=FROZEN, steps=1)
+        params = "0" if isinstance(state, tuple) else "params"
+        fz.audit_step(make_step, state, X, Y, loss=loss, params=params, frozen=FROZEN, steps=1)
         assert [x.tobytes() for x in before] == [np.asarray(x).tobytes() for x in numbers]
 
 

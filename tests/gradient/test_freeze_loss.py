@@ -288,12 +288,17 @@ class TestCost:
         assert {leak.kind for leak in leaks} == {"gradient", "changed"}
 
     def audit(self, function, spec, grad):
-        step, tx = self.step(function, SPECS[spec], grad)
+        def make_step(function):
+            step, _ = self.step(function, SPECS[spec], grad)
+            return lambda state, *batch: (step(*state, *batch)[:2],)
+
+        _, tx = self.step(function, SPECS[spec], grad)
         return fz.audit_step(
-            lambda state, *batch: (step(*state, *batch)[:2],),
+            make_step,
             (PARAMS, tx.init(PARAMS)),
             TOKENS,
             LABELS,
+            loss=function,
             params=lambda state: state[0],
             frozen=SPECS[spec],
             steps=1,

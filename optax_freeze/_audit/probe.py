@@ -1,0 +1,282 @@
+"""Losses whose gradients can be changed each time that a step runs, without another compilation.
+
+Each parameter that a loss gets passes an identity with a derivative of its own, whose backward pass asks the host which
+change to make. The host also learns which gradients a step computes: what nothing reads the compiler removes, with the
+question.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from optax_freeze._audit.reactions import CHANGES, changed
+from optax_freeze._errors import is_array
+from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.sharding import explicit_sharding, with_sharding
+from optax_freeze._spec.tree import Part
+
+ZERO = CHANGES.index("zero")
+_NONE, _ALSO_ZEROS, _SAMPLE = -1, len(CHANGES), 64
+
+
+class Probe:
+    """Losses of parameters, and the changes of their gradients.
+
+    Attributes:
+      losses: their number.
+      change: which change is made, a place in ``CHANGES``; None for no change.
+      chosen: the numbers of the parameters whose gradients are changed, at their frozen elements; zeros are put in
+        place of all elements.
+      zeros: whether elements that are zero are changed, too.
+      computed: the parameters whose gradients were computed since it was cleared.
+      called: the losses that were called, by number.
+      given: the parameters that a loss was given.
+      other_shape: those of them whose frozen elements are not known, since the loss gets another shape.
+      other_values: those that are frozen in part, of which a loss gets other values than the parameters have.
+      differentiated: the parameters with respect to which a loss is differentiated.
+      nonzero: those of them whose gradient is not a symbolic zero.
+      eager: those of them whose gradient is computed outside of any jitted function.
+      twice: those of them whose gradient is differentiated.
+      several: the subtrees of the parameters that an argument may be which is differentiated.
+    """
+
+    def __init__(self, shapes: Mapping[int, tuple[int, ...]], paths: Mapping[int, str], masks: Mapping[int, Any]):
+        self._shapes, self._paths, self._masks = shapes, paths, masks
+        self._number_of = {path: i for i, path in paths.items()}
+        self._samples = {
+            i: _sample(mask, shapes[i]) for i, mask in masks.items() if mask is not True and mask is not None
+        }
+        self._expected: dict[int, np.ndarray] = {}
+        self._below = _subtrees(paths.values())
+        self.losses = 0
+        self.change: int | None = None
+        self.chosen: Collection[int] = ()
+        self.zeros = False
+        self.computed: set[int] = set()
+        self.called: set[int] = set()
+        self.given: set[int] = set()
+        self.other_shape: set[int] = set()
+        self.other_values: set[int] = set()
+        self.differentiated: set[int] = set()
+        self.nonzero: set[int] = set()
+        self.eager: set[int] = set()
+        self.twice: set[int] = set()
+        self.several: set[tuple[str, ...]] = set()
+
+    def begin(self, values: Mapping[int, Any]) -> None:
+        """Before a step from these parameters, by number: forgets what was computed."""
+        self.computed.clear()
+        self._expected = {i: np.asarray(values[i][places]) for i, places in self._samples.items()}
+
+    def loss(self, number: int, fun: Callable[..., Any], at: str | None = None, way: str = "tamper") -> Any:
+        """A loss with the same value; ``at`` is the path of the parameters that it gets, if they are a part.
+
+        Another ``way`` is to ``"stop"`` the gradients of parameters that are frozen as a whole, for comparison.
+        """
+
+        @functools.wraps(fun)
+        def probed(*args: Any, **kwargs: Any) -> Any:
+            self.called.add(number)
+            given, restore = [], []
+            for value in (*args, *kwargs.values()):
+                given.append(self._with_identities(value, at, way, restore))
+            try:
+                return fun(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+            finally:
+                for variable, own, value in restore:
+                    if _value_of(variable) is value:
+                        variable.set_value(own)
+
+        return probed
+
+    def _with_identities(self, argument: Any, at: str | None, way: str, restore: list[Any]) -> Any:
+        """An argument of a loss, in which parameters pass an identity; NNX modules are changed in place."""
+        walk = _tree.walk(argument)
+        found = dict(self._parameters(walk.paths, walk.values, at))
+        if not found:
+            return argument
+        new = {k: self._identity(walk.values[k], i, way) for k, i in found.items()}
+        if not any(_is_module(node) for node in jax.tree.leaves(argument, is_leaf=_is_module)):
+            return jax.tree.unflatten(walk.treedef, [new.get(k, value) for k, value in enumerate(walk.values)])
+        for k, value in new.items():
+            variable = walk.variables[k][1]
+            restore.append((variable, _value_of(variable), value))
+            variable.set_value(value)
+        return argument
+
+    def _parameters(
+        self, paths: Sequence[str], values: Sequence[Any], at: str | None
+    ) -> Iterator[tuple[int, int | tuple[str, ...]]]:
+        """The places of parameters in an argument, with their numbers, or the subtrees in which they may be."""
+        leaves = {path: k for k, path in enumerate(paths) if _is_inexact(values[k])}
+        roots = [""] if leaves else []
+        while roots:
+            root = roots.pop()
+            rel = {_below(path, root): k for path, k in leaves.items() if _is_below(path, root)}
+            given = {path: values[k] for path, k in rel.items()}
+            fits = [b for b in ([at] if at is not None else self._below) if self._fit(given, b, at)]
+            if "" in fits and {*given} >= self._below[""]:
+                fits = [""]
+            if len(fits) == 1:
+                [below] = fits
+                yield from ((rel[r], self._number_of[_joined(below, r)]) for r in {*rel} & self._below[below])
+            elif fits:
+                yield from ((k, tuple(map(_named, fits))) for k in rel.values())
+            elif "" not in rel:
+                roots += {_joined(root, r.partition("/")[0]) for r in rel}
+
+    def _fit(self, given: Mapping[str, Any], below: str, at: str | None) -> bool:
+        """Whether a tree has the paths of a subtree of the parameters, more or fewer of them, with their shapes."""
+        own = self._below.get(below, set())
+        if not (own <= {*given} or {*given} <= own):
+            return False
+        if "" in given and at is None and "" not in self._below[""]:  # an array alone has no path
+            return False
+        if not below and own <= {*given} and "" not in own:
+            return True
+        shapes = {path: self._shapes[self._number_of[_joined(below, path)]] for path in own & {*given}}
+        of_device = not below or at is not None  # one device's slice
+        return all(
+            isinstance(given[path], Part) or np.shape(given[path]) in (shape, *[shape[1:]] * of_device)
+            for path, shape in shapes.items()
+        )
+
+    def _identity(self, value: Any, i: int | tuple[str, ...], way: str) -> Any:
+        if isinstance(i, tuple):
+            return _identity(lambda: self.several.add(i), lambda _, ct: ct)(value) if way == "tamper" else value
+        if isinstance(value, Part):
+            return jax.tree.map(lambda array: self._tampering(i, None)(array), value) if way == "tamper" else value
+        mask = self._mask_for(i, np.shape(value))
+        if way == "tamper":
+            self.given.add(i)
+            return self._tampering(i, mask)(value)
+        return jax.lax.stop_gradient(value) if mask is True else value
+
+    def _mask_for(self, i: int, shape: tuple[int, ...]) -> Any:
+        """Where a parameter is frozen, that a loss gets with a shape: True for everywhere, None for nowhere."""
+        mask, own = self._masks[i], self._shapes[i]
+        if mask is True or mask is None or shape == own:
+            return mask
+        if shape == own[1:] and (mask.shape[0] == 1 or (mask == mask[:1]).all()):
+            return mask[0]
+        self.other_shape.add(i)
+        return None
+
+    def _tampering(self, i: int, mask: Any) -> Callable[[Any], Any]:
+        """The identity whose gradient is changed if the host says so when the step runs."""
+
+        def asked(*sample: Any) -> np.ndarray:
+            self.computed.add(i)
+            code = _NONE
+            if self.change is not None and i in self.chosen and (mask is not None or self.change == ZERO):
+                code = self.change + _ALSO_ZEROS * self.zeros
+                given = [self._expected[i].astype(x.dtype).tobytes() == np.asarray(x).tobytes() for x in sample]
+                if self.change != ZERO and not all(given):
+                    self.other_values.add(i)
+                    code = _NONE
+            return np.asarray(code, np.int32)
+
+        @jax.custom_jvp
+        def tamper(ct: Any, code: Any) -> Any:
+            change = jnp.where(code < 0, code, code % _ALSO_ZEROS)
+            new = changed(ct, change)
+            where = (code >= 0) & ((ct != 0) | (code >= _ALSO_ZEROS))
+            if mask is not True and mask is not None:
+                where &= mask | (change == ZERO)
+            return jnp.where(where, new, ct)
+
+        @tamper.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            self.twice.add(i)
+            ct, code = primals
+            factor = jnp.where(code < 0, 1, jnp.where(code == 0, -1, 0))
+            return tamper(ct, code), (tangents[0] * factor).astype(ct.dtype)
+
+        def backward(x: Any, ct: Any) -> Any:
+            self.nonzero.add(i)
+            if not isinstance(ct, Tracer):
+                self.eager.add(i)
+            code = jax.pure_callback(asked, jax.ShapeDtypeStruct((), np.int32), *self._sampled(i, mask, x))
+            return with_sharding(explicit_sharding(ct), tamper, ct, code)
+
+        return _identity(lambda: self.differentiated.add(i), backward)
+
+    def _sampled(self, i: int, mask: Any, x: Any) -> list[Any]:
+        """Some frozen elements of a parameter of which others train: a loss may get it in another order."""
+        if mask is True or mask is None:
+            return []
+        places = self._samples[i][-x.ndim :]
+        take = lambda x: x[places]  # noqa: E731
+        return [with_sharding(explicit_sharding(x, places[0].shape), take, x)]
+
+
+def _identity(differentiated: Callable[[], None], backward: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """An identity that tells when it is differentiated, and changes cotangents that are not symbolic zeros."""
+    from optax_freeze._jax_internals import SymbolicZero  # loads jax.extend: slow
+
+    @jax.custom_vjp
+    def identity(x: Any) -> Any:
+        return x
+
+    def forward(x: Any) -> Any:
+        if x.perturbed:
+            differentiated()
+        return x.value, x.value
+
+    identity.defvjp(
+        forward, lambda x, ct: (None if isinstance(ct, SymbolicZero) else backward(x, ct),), symbolic_zeros=True
+    )
+    return identity
+
+
+def _sample(mask: Any, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """The indices of some frozen elements."""
+    places = np.argwhere(np.broadcast_to(mask, shape))
+    chosen = np.random.default_rng(0).permutation(len(places))[:_SAMPLE]
+    return tuple(places[chosen].T)
+
+
+def _subtrees(paths: Collection[str]) -> dict[str, set[str]]:
+    """For the path of each subtree, the paths of its leaves from there."""
+    found: dict[str, set[str]] = {"": {*paths}}
+    for path in paths:
+        places = [n for n, letter in enumerate(path) if letter == "/"]
+        for root in (*(path[:n] for n in places), path):
+            found.setdefault(root, set()).add(_below(path, root))
+    return found
+
+
+def _is_below(path: str, root: str) -> bool:
+    return not root or path == root or path.startswith(f"{root}/")
+
+
+def _below(path: str, root: str) -> str:
+    return path[len(root) + 1 :] if root else path
+
+
+def _joined(root: str, path: str) -> str:
+    return f"{root}/{path}" if root and path else root or path
+
+
+def _named(root: str) -> str:
+    return root or "the whole tree"
+
+
+def _is_inexact(value: Any) -> bool:
+    if isinstance(value, Part):
+        return True
+    return is_array(value) and jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, getattr(sys.modules.get("flax.nnx"), "Module", ()))
+
+
+def _value_of(variable: Any) -> Any:
+    return variable.get_raw_value() if hasattr(variable, "get_raw_value") else variable.raw_value
