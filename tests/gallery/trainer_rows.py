@@ -4,19 +4,20 @@ The trainer's own freezing, or ``optax.multi_transform``, chooses whole leaves: 
 ``python -m gallery.trainer_rows`` in ``tests/`` writes the table of the page.
 """
 
+import dataclasses
 import functools
 import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import optax_freeze as fz
 from gallery import trainers
-from gallery.trainers import PAGE, Step, execute, multi_transform
+from gallery.trainers import PAGE, Step, execute, multi_transform, step_of
 from optax_freeze._program.flops import flops
 
 
@@ -46,24 +47,23 @@ def flax() -> Rows:
     make, model, x = names["TrainState"].create, names["model"], names["x"]
     adam, clip = optax.adamw(1e-3), optax.clip_by_global_norm(1.0)
 
-    def loss(params, x):
-        return jnp.mean((model.apply(params, x) - 1) ** 2)
-
-    names |= execute("Flax", 1, names | {"loss": loss})
-    frozen = names["frozen"]
+    frozen = execute("Flax", 1, names)["frozen"]
 
     def of(tx, gradient):
-        def step(state, x):
-            value, grads = gradient(state.params, x)
-            return state.apply_gradients(grads=grads), (value, optax.tree.norm(grads))
+        def make_step(loss):
+            def step(state, x):
+                value, grads = gradient(loss)(state.params, x)
+                return state.apply_gradients(grads=grads), (value, optax.tree.norm(grads))
+
+            return jax.jit(step)
 
         state = make(apply_fn=model.apply, params=names["params"], tx=tx)
-        return Step(jax.jit(step), state, (x,), "params", frozen)
+        return Step(make_step, names["loss"], state, (x,), "params", frozen)
 
-    dense = jax.value_and_grad(loss)
     optimizer = optax.chain(clip, fz.freeze(adam, frozen))
-    own = of(optax.chain(clip, multi_transform(adam, "params/encoder/bias")), dense)
-    return Rows(own, of(optimizer, dense), of(optimizer, names["gradient"]), lambda state: state.params)
+    own = of(optax.chain(clip, multi_transform(adam, "params/encoder/bias")), jax.value_and_grad)
+    both = of(optimizer, lambda loss: execute("Flax", 1, names | {"loss": loss})["gradient"])
+    return Rows(own, of(optimizer, jax.value_and_grad), both, lambda state: state.params)
 
 
 @rows_of("Tunix")
@@ -74,22 +74,29 @@ def tunix() -> Rows:
     made = execute("Tunix", 1, names | {"model": names["Model"]()})
     frozen = made["frozen"]
 
-    def of(trainer):
-        trainer = trainer.with_gen_model_input_fn(lambda tokens: {"tokens": tokens})
+    def of(trainer_of):
+        """The step of a trainer of a loss; its model and optimizer are those of the state."""
+
+        def make_step(loss):
+            trainer = trainer_of(loss).with_gen_model_input_fn(lambda tokens: {"tokens": tokens})
+
+            def step(state, tokens):
+                both = nnx.merge(graphdef, state)
+                out = trainer.create_train_step_fn()(*both, tokens)
+                return nnx.state(both), out
+
+            return jax.jit(step)
+
+        trainer = trainer_of(names["loss"])
         graphdef, state = nnx.split((trainer.model, trainer.optimizer))
-
-        def step(state, tokens):
-            both = nnx.merge(graphdef, state)
-            out = trainer.create_train_step_fn()(*both, tokens)
-            return nnx.state(both), out
-
-        return Step(jax.jit(step), state, (tokens,), "0", frozen)
+        return Step(make_step, names["loss"], state, (tokens,), "0", frozen)
 
     def plain(tx):
-        return of(names["PeftTrainer"](names["Model"](), tx, names["config"]).with_loss_fn(names["loss"]))
+        make = lambda: names["PeftTrainer"](names["Model"](), tx, names["config"])  # noqa: E731
+        return of(lambda loss: make().with_loss_fn(loss))
 
     own = plain(multi_transform(optax.adamw(1e-3), "head"))
-    both = of(made["trainer"])
+    both = of(lambda loss: execute("Tunix", 1, names | {"loss": loss, "model": names["Model"]()})["trainer"])
     return Rows(own, plain(fz.freeze(optax.adamw(1e-3), frozen)), both, lambda state: nnx.to_pure_dict(state)[0])
 
 
@@ -98,28 +105,22 @@ def kauldron() -> Rows:
     from kauldron.train import train_step
 
     names = trainers.kauldron().names
-    kd, clip, plain = names["kd"], optax.clip_by_global_norm(1.0), train_step.forward_with_loss
-    try:
-        names |= execute("Kauldron", 1, names)
-        wrapped = train_step.forward_with_loss
-    finally:
-        train_step.forward_with_loss = plain
+    kd, clip = names["kd"], optax.clip_by_global_norm(1.0)
 
-    def of(adam, loss):
-        trainstep = names["trainer_of"](kd.optim.named_chain(clip=clip, adam=adam)).trainstep
+    def block(loss):
+        with mock.patch.object(train_step, "forward_with_loss", loss):
+            return execute("Kauldron", 1, names), train_step.forward_with_loss
 
-        def step(state, batch):
-            train_step.forward_with_loss = loss
-            try:
-                return type(trainstep).step.__wrapped__(trainstep, state, batch)
-            finally:
-                train_step.forward_with_loss = plain
+    def of(adam, wrapped=lambda loss: loss):
+        trainer = names["trainer_of"](kd.optim.named_chain(clip=clip, adam=adam))
+        names_of_step = {"trainer": trainer, "train_step": train_step, "state": trainer.trainstep.init(names["shapes"])}
+        plain = step_of("Kauldron", batch=names["batch"], frozen=made["frozen"], **names_of_step)
+        return dataclasses.replace(plain, make_step=lambda loss: plain.make_step(wrapped(loss)))
 
-        return Step(jax.jit(step), trainstep.init(names["shapes"]), (names["batch"],), "params", names["frozen"])
-
+    made, _ = block(train_step.forward_with_loss)
     adam = kd.optim.partial_updates(optax.adamw(1e-3), kd.optim.select(["head", "encoder.kernel"]))
-    optimizer = names["optimizer"]
-    return Rows(of(adam, plain), of(optimizer, plain), of(optimizer, wrapped), lambda state: state.params)
+    both = of(made["optimizer"], lambda loss: block(loss)[1])
+    return Rows(of(adam), of(made["optimizer"]), both, lambda state: state.params)
 
 
 @rows_of("Brax")
@@ -130,16 +131,23 @@ def brax() -> Rows:
     make = functools.partial(names["gradients"].gradient_update_fn, pmap_axis_name=None, has_aux=True)
 
     def of(update, tx):
-        def step(state, data, key):
-            (_, metrics), params, optimizer_state = update(state[0], None, data, key, optimizer_state=state[1])
-            return (params, optimizer_state), metrics
+        def make_step(loss):
+            def step(state, data, key):
+                (_, metrics), params, optimizer_state = made_update(state[0], None, data, key, optimizer_state=state[1])
+                return (params, optimizer_state), metrics
 
-        return Step(jax.jit(step), (params, tx.init(params)), (names["data"], names["key"]), "0", frozen)
+            made_update = update(loss)
+            return jax.jit(step)
+
+        batch = (names["data"], names["key"])
+        return Step(make_step, names["loss"], (params, tx.init(params)), batch, "0", frozen)
 
     clip, adam = optax.clip_by_global_norm(1.0), optax.adam(3e-4)
     own = optax.chain(clip, multi_transform(adam, "policy/params/hidden_[01]/*"))
-    loss = names["loss"]
-    return Rows(of(make(loss, own), own), of(make(loss, tx), tx), of(made["update"], tx), lambda state: state[0])
+    both = of(lambda loss: execute("Brax", 1, names | {"loss": loss})["update"], tx)
+    return Rows(
+        of(lambda loss: make(loss, own), own), of(lambda loss: make(loss, tx), tx), both, lambda state: state[0]
+    )
 
 
 @rows_of("jax-privacy")
@@ -149,31 +157,42 @@ def jax_privacy() -> Rows:
     frozen, params, privatizer = made["frozen"], names["params"], names["privatizer"]
 
     def of(gradient, tx):
-        def step(state, x):
-            params, noise_state, opt_state = state
-            grads, noise_state = privatizer.update(gradient(params, x), noise_state)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), noise_state, opt_state), None
+        def make_step(loss):
+            def step(state, x):
+                params, noise_state, opt_state = state
+                grads, noise_state = privatizer.update(gradient(loss)(params, x), noise_state)
+                updates, opt_state = tx.update(grads, opt_state, params)
+                return (optax.apply_updates(params, updates), noise_state, opt_state), None
 
-        return Step(jax.jit(step), (params, privatizer.init(params), tx.init(params)), (names["x"],), "0", frozen)
+            return jax.jit(step)
 
-    dense = names["clipped_grad"](names["loss"], l2_clip_norm=1.0)
-    own, optimizer = of(dense, optax.adamw(1e-3)), of(dense, made["tx"])
-    return Rows(own, optimizer, of(made["gradient"], made["tx"]), lambda state: state[0])
+        state = (params, privatizer.init(params), tx.init(params))
+        return Step(make_step, names["loss"], state, (names["x"],), "0", frozen)
+
+    dense = functools.partial(names["clipped_grad"], l2_clip_norm=1.0)
+    both = of(lambda loss: execute("jax-privacy", 1, names | {"loss": loss})["gradient"], made["tx"])
+    return Rows(of(dense, optax.adamw(1e-3)), of(dense, made["tx"]), both, lambda state: state[0])
 
 
 @rows_of("NetKet")
 def netket() -> Rows:
+    from flax.traverse_util import flatten_dict, unflatten_dict
+
     names = trainers.netket().names
     nk, vstate, of = names["nk"], names["vstate"], names["of"]
     made, adam = execute("NetKet", 1, names), optax.adam(1e-2)
     frozen, trains = made["frozen"], [("hidden", "kernel"), ("head", "kernel"), ("head", "bias")]
     own = nk.vqs.freeze_parameters(vstate, lambda path, _: path not in trains)
-    parts = lambda state: {name: jax.tree.leaves(state[name]) for name in ("params", "rest")}  # noqa: E731
+    parts = lambda state: {name: jax.tree.leaves(part) for name, part in state["variables"].items()}  # noqa: E731
+
+    def merged(state):
+        variables = state["variables"]
+        return unflatten_dict(flatten_dict(variables["params"]) | flatten_dict(variables.get("frozen_params", {})))
+
     return Rows(
-        of(own, adam, frozen),
-        of(vstate, fz.freeze(adam, frozen), frozen),
-        of(made["vstate"], adam, "rest", parts),
+        of(own, adam, params=merged, frozen=frozen),
+        of(vstate, fz.freeze(adam, frozen), params=merged, frozen=frozen),
+        of(made["vstate"], adam, params=parts, frozen="rest"),
         parts,
     )
 
@@ -181,12 +200,23 @@ def netket() -> Rows:
 @rows_of("NumPyro")
 def numpyro() -> Rows:
     names = trainers.numpyro().names
-    svi, model, guide, of = names["numpyro"].infer.SVI, names["model"], names["guide"], names["of"]
-    made = execute("NumPyro", 1, names)
-    frozen, elbo = made["frozen"], names["numpyro"].infer.Trace_ELBO()
-    own = multi_transform(optax.adam(1e-3), "decoder")
-    ways = svi(model, guide, own, elbo), svi(model, guide, made["tx"], elbo), made["svi"]
-    return Rows(*(of(lambda _, way=way: way, frozen, {}) for way in ways), names["parameters"])
+    model, guide, of = names["model"], names["guide"], names["of"]
+    frozen, infer = execute("NumPyro", 1, names)["frozen"], names["numpyro"].infer
+
+    def plain(tx):
+        def svi_of(_, loss):
+            made = infer.SVI(model, guide, tx, infer.Trace_ELBO())
+            made.loss.loss = loss
+            return made
+
+        return of(svi_of, frozen, {})
+
+    def both(_, loss):
+        with mock.patch.object(infer.Trace_ELBO, "loss", staticmethod(loss)):
+            return execute("NumPyro", 1, names)["svi"]
+
+    ways = plain(multi_transform(optax.adam(1e-3), "decoder")), plain(fz.freeze(optax.adam(1e-3), frozen))
+    return Rows(*ways, of(both, frozen, {}), names["parameters"])
 
 
 @rows_of("MaxText")
@@ -202,8 +232,7 @@ def maxtext_with(linen: bool) -> Rows:
     from maxtext.trainers.pre_train import train
     from maxtext.utils import max_utils, model_creation_utils
 
-    plain, key = train.loss_fn, jax.random.key(0)
-    names = {"train": train, "nnx": nnx, "TrainStateNNX": TrainStateNNX}
+    key, names = jax.random.key(0), {"train": train, "nnx": nnx, "TrainStateNNX": TrainStateNNX}
     data, options = trainers.maxtext_data(), ["scan_layers=true", "base_num_decoder_layers=4"]
     options += ["pure_nnx=false", "enable_nnx=false", "pure_nnx_decoder=false"] if linen else []
 
@@ -217,11 +246,13 @@ def maxtext_with(linen: bool) -> Rows:
             else:
                 model = model_creation_utils.create_nnx_abstract_model(config, mesh)[0]()
             tx = trainers.maxtext_optimizer(config, model)
-            try:
-                made = execute("MaxText", 2 + linen, names | {"model": model, "tx": tx})
-                loss = train.loss_fn if way == "both" else plain
-            finally:
-                train.loss_fn = plain
+
+            def block(loss):
+                with mock.patch.object(train, "loss_fn", loss):
+                    return execute("MaxText", 2 + linen, names | {"model": model, "tx": plain_tx}), train.loss_fn
+
+            plain_tx = tx
+            made, _ = block(train.loss_fn)
             frozen, tx = made["frozen"], tx if way == "own" else made["tx"]
             if linen:
                 graphdef, state, rng = model, TrainState.create(apply_fn=model.apply, params=params, tx=tx), (key,)
@@ -229,14 +260,16 @@ def maxtext_with(linen: bool) -> Rows:
                 graphdef, state = nnx.split(TrainStateNNX(model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
                 rng = ()
 
-        def step(state, data):
-            train.loss_fn = loss
-            try:
-                return train.train_step(graphdef, config, None, None, state, dict(data), *rng)
-            finally:
-                train.loss_fn = plain
+        def make_step(loss):
+            loss = block(loss)[1] if way == "both" else loss
 
-        return Step(jax.jit(step), state, (data,), "params" if linen else "model", frozen)
+            def step(state, data):
+                with mock.patch.object(train, "loss_fn", loss):
+                    return train.train_step(graphdef, config, None, None, state, dict(data), *rng)
+
+            return jax.jit(step)
+
+        return Step(make_step, train.loss_fn, state, (data,), "params" if linen else "model", frozen)
 
     own = of("trainable_parameters_mask=['.*layers.*','.*token_embedder.*']", "own")
     select = (lambda state: state.params) if linen else (lambda state: nnx.to_pure_dict(state["model"]))

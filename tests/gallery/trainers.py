@@ -4,9 +4,8 @@ A function per trainer makes a small model, executes the blocks of the page with
 ``python tests/gallery/trainers.py`` writes the table of the page.
 """
 
-import copy
+import dataclasses
 import functools
-import itertools
 import os
 import pathlib
 import re
@@ -28,19 +27,35 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs/trainers.md"
 TRAINERS: dict[str, Callable[[], "Trainer"]] = {}
 
 
-class Step(NamedTuple):
-    """A training step, and what ``fz.audit_step`` needs to know of it."""
+@dataclasses.dataclass
+class Step:
+    """A training step, made of its loss, and what ``fz.audit_step`` needs to know of it."""
 
-    run: Callable[..., Any]
+    make_step: Callable[[Any], Callable[..., Any]]
+    loss: Any
     state: Any
     batch: tuple[Any, ...]
     params: Any
     frozen: Any
     steps: int = 3
 
+    @functools.cached_property
+    def run(self) -> Callable[..., Any]:
+        return self.make_step(self.loss)
+
     def audit(self) -> fz.typing.Audit:
         options = {"params": self.params, "frozen": self.frozen, "steps": self.steps}
-        return fz.audit_step(self.run, self.state, *self.batch, **options)
+        return fz.audit_step(self.make_step, self.state, *self.batch, loss=self.loss, **options)
+
+
+class Recorder:
+    """The library, whose ``audit_step`` returns the step that it is to audit."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(fz, name)
+
+    def audit_step(self, make_step: Any, state: Any, *batch: Any, loss: Any, **options: Any) -> Step:
+        return Step(make_step, loss, state, batch, **options)
 
 
 class Trainer(NamedTuple):
@@ -74,6 +89,11 @@ def execute(title: str, number: int, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
+def step_of(title: str, **names: Any) -> Step:
+    """The step that the last block of a section audits."""
+    return execute(title, -1, {**names, "fz": Recorder()})["audit"]
+
+
 def multi_transform(optimizer: Any, frozen: Any) -> Any:
     return optax.multi_transform({"trainable": optimizer, "frozen": optax.set_to_zero()}, fz.labels(frozen))
 
@@ -96,17 +116,15 @@ def flax() -> Trainer:
         def __call__(self, x):
             return nn.Dense(1, name="head")(nn.tanh(nn.Dense(256, name="encoder")(x)))
 
-    @jax.jit
-    def step(state, x):
-        value, grads = jax.value_and_grad(lambda params: jnp.mean((state.apply_fn(params, x) - 1) ** 2))(state.params)
-        return state.apply_gradients(grads=grads), value
+    def loss(params, x):
+        return jnp.mean((model.apply(params, x) - 1) ** 2)
 
     model, x, frozen = Net(), jnp.ones((32, 256)), "params/encoder"
     params = model.init(jax.random.key(0), x)
     tx = optax.chain(optax.clip_by_global_norm(1.0), multi_transform(optax.adamw(1e-3), frozen))
     own = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     names = execute("Flax", 0, locals())
-    of = lambda state: Step(step, state, (x,), "params", frozen)  # noqa: E731
+    of = lambda state: step_of("Flax", state=state, x=x, loss=loss, frozen=frozen)  # noqa: E731
     changed = of(names["state"])
     return Trainer(of(own), changed, [], lambda: run_steps(changed, lambda state: state.params), names)
 
@@ -134,9 +152,7 @@ def tunix() -> Trainer:
         return trainer.with_loss_fn(loss).with_gen_model_input_fn(lambda tokens: {"tokens": tokens})
 
     def of(trainer, frozen):
-        step = nnx.jit(with_loss(trainer).create_train_step_fn())
-        state = trainer.model, trainer.optimizer
-        return Step(lambda state, batch: step(*state, batch), state, (tokens,), "0", frozen, steps=4)
+        return step_of("Tunix", trainer=with_loss(trainer), loss=loss, batch=tokens, frozen=frozen, nnx=nnx)
 
     def train():
         before = nnx.to_pure_dict(nnx.clone(nnx.state(model := names["model"])))
@@ -156,6 +172,7 @@ def tunix() -> Trainer:
 def kauldron() -> Trainer:
     import flax.linen as nn
     from kauldron import kd
+    from kauldron.train import train_step
 
     class Net(nn.Module):
         x: kd.kontext.Key = "batch.x"
@@ -169,8 +186,9 @@ def kauldron() -> Trainer:
         return kd.train.Trainer(seed=0, train_ds=None, model=Net(), train_losses=losses, optimizer=optimizer)
 
     def of(optimizer):
-        trainstep = trainer_of(optimizer).trainstep
-        return Step(trainstep.step, trainstep.init(shapes), (batch,), "params", frozen)
+        trainer = trainer_of(optimizer)
+        state = trainer.trainstep.init(shapes)
+        return step_of("Kauldron", trainer=trainer, train_step=train_step, state=state, batch=batch, frozen=frozen)
 
     batch = {"x": jnp.ones((32, 256)), "y": jnp.ones((32, 1))}
     shapes, frozen = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch), fz.all_except("head")
@@ -188,35 +206,15 @@ def keras() -> Trainer:
     import keras
     import keras_hub
 
-    def of(model, batch, frozen):
-        """``model.train_step`` is what ``fit`` compiles; frozen weights are among its non-trainable variables."""
-        variables = (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        )
-        weights = {variable.path for variable in model.weights}
-
-        def parameters(state):
-            pairs = zip(itertools.chain(*variables[:2]), itertools.chain(*state[:2]), strict=True)
-            return {variable.path: value for variable, value in pairs if variable.path in weights}
-
-        def step(state, batch):
-            logs, state = model.train_step(state, batch)
-            return state, logs
-
-        state = tuple([variable.value for variable in group] for group in variables)
-        return Step(jax.jit(step), state, (batch,), parameters, frozen)
-
     x, y = keras.random.normal((32, 256)), keras.ops.ones((32, 1))
     body = keras.Sequential([keras.layers.Dense(256), keras.layers.BatchNormalization()], name="body")
     head = keras.layers.Dense(1, name="head")
     model = keras.Sequential([keras.Input((256,)), body, keras.layers.ReLU(), head], name="net")
-    values = lambda: {variable.path: variable.numpy() for variable in model.weights}  # noqa: E731
-    before = values()
+    before = {variable.path: variable.numpy() for variable in model.weights}
     names = execute("Keras", 0, locals())
-    after = values()
+    groups = {"trainable": model.trainable_variables, "rest": model.non_trainable_variables}
+    after = {group: [variable.numpy() for variable in variables] for group, variables in groups.items()}
+    before = {group: [before[variable.path] for variable in variables] for group, variables in groups.items()}
 
     sizes = {"hidden_dim": 16, "intermediate_dim": 32, "num_query_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     backbone = keras_hub.models.GemmaBackbone(vocabulary_size=64, num_layers=2, **sizes)
@@ -227,8 +225,8 @@ def keras() -> Trainer:
     tokens = jax.random.randint(jax.random.key(0), (8, 17), 0, 64)
     inputs = {"token_ids": tokens[:, :-1], "padding_mask": jnp.ones((8, 16), jnp.int32)}
     decoder.fit(inputs, tokens[:, 1:], verbose=0)
-    lora = of(decoder, (inputs, tokens[:, 1:]), fz.all_except("**/lora_kernel_[ab]"))
-    return Trainer(of(model, (x, y), "net/body"), None, [lora], lambda: (before, after), names)
+    lora = step_of("Keras", model=decoder, x=inputs, y=tokens[:, 1:])
+    return Trainer(step_of("Keras", **names), None, [lora], lambda: (before, after), names)
 
 
 @trainer("Brax")
@@ -236,13 +234,9 @@ def brax() -> Trainer:
     from brax.training import gradients, types
     from brax.training.agents.ppo import losses, networks
 
-    def of(update, tx):
-        @jax.jit
-        def step(state, data, key):
-            (_, metrics), params, optimizer_state = update(state[0], None, data, key, optimizer_state=state[1])
-            return (params, optimizer_state), metrics
-
-        return Step(step, (params, tx.init(params)), (data, key), "0", "policy")
+    def of(tx):
+        names = {"gradients": gradients, "params": params, "data": data, "key": key, "loss": loss}
+        return step_of("Brax", tx=tx, frozen="policy", **names)
 
     net = networks.make_ppo_networks(8, 2, policy_hidden_layer_sizes=(64, 64), value_hidden_layer_sizes=(64,))
     key = jax.random.key(0)
@@ -259,13 +253,13 @@ def brax() -> Trainer:
     )
     loss = functools.partial(losses.compute_ppo_loss, ppo_network=net)
 
-    def stopped(params, *args):
-        return loss(params.replace(policy=jax.lax.stop_gradient(params.policy)), *args)
+    def stopped(loss):
+        return lambda params, *args: loss(params.replace(policy=jax.lax.stop_gradient(params.policy)), *args)
 
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-4))
-    own = of(gradients.gradient_update_fn(stopped, tx, pmap_axis_name=None, has_aux=True), tx)
+    plain = of(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-4)))
+    own = dataclasses.replace(plain, make_step=lambda loss: plain.make_step(stopped(loss)))
     names = execute("Brax", 0, locals())
-    changed = of(names["update"], names["tx"])
+    changed = of(names["tx"])
     return Trainer(own, changed, [], lambda: run_steps(changed, lambda state: state[0]), names)
 
 
@@ -277,23 +271,17 @@ def jax_privacy() -> Trainer:
     def loss(params, x):
         return jnp.mean((jnp.tanh(x @ params["encoder"]) @ params["head"] - 1) ** 2)
 
-    def of(gradient, tx, state):
-        @jax.jit
-        def step(state, x):
-            params, noise_state, opt_state = state
-            grads, noise_state = privatizer.update(gradient(params, x), noise_state)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), noise_state, opt_state), None
-
-        return Step(step, state, (x,), "0", "encoder")
+    def of(tx, state, trainable):
+        names = {"clipped_grad": clipped_grad, "privatizer": privatizer, "loss": loss, "x": x, "frozen": "encoder"}
+        return step_of("jax-privacy", tx=tx, state=state, trainable=trainable, **names)
 
     params = {"encoder": jax.random.normal(jax.random.key(0), (256, 256)) / 16, "head": jnp.ones((256, 1)) / 16}
     x = jax.random.normal(jax.random.key(1), (32, 256))
     privatizer = gaussian_privatizer(stddev=0.1, prng_key=jax.random.key(2))
     tx = multi_transform(optax.adamw(1e-3), "encoder")
-    own = of(clipped_grad(loss, l2_clip_norm=1.0), tx, (params, privatizer.init(params), tx.init(params)))
+    own = of(tx, (params, privatizer.init(params), tx.init(params)), lambda grads: grads)
     names = execute("jax-privacy", 0, locals())
-    changed = of(names["gradient"], names["tx"], names["state"])
+    changed = of(names["tx"], names["state"], names["trainable"])
     return Trainer(own, changed, [], lambda: run_steps(changed, lambda state: state[0]), names)
 
 
@@ -301,7 +289,6 @@ def jax_privacy() -> Trainer:
 def netket() -> Trainer:
     import flax.linen as nn
     import netket as nk
-    from flax.traverse_util import flatten_dict, unflatten_dict
 
     class Net(nn.Module):
         @nn.compact
@@ -317,35 +304,18 @@ def netket() -> Trainer:
     sr = nk.optimizer.SR(diag_shift=0.01, qgt=nk.optimizer.qgt.QGTJacobianDense)
     vstate = nk.vqs.MCState(sampler, model, **seeds)
 
-    def parameters(state):
-        flat = flatten_dict(state["params"]) | flatten_dict(state["rest"].get("frozen_params", {}))
-        return unflatten_dict(flat)
-
-    def of(vstate, tx, frozen, params=parameters):
-        """The driver's step; ``rest`` is what the variational state has beside its parameters."""
-
-        def step(state):
-            own = copy.copy(vstate)
-            own.sampler_state, own.variables = state["sampler"], {"params": state["params"], **state["rest"]}
-            driver = nk.driver.VMC(energy, tx, variational_state=own, preconditioner=sr)
-            driver._optimizer_state = state["optimizer"]
-            stats, update = driver.compute_loss_and_update()
-            driver.update_parameters(update)
-            new = {"params": own.parameters, "rest": own.model_state}
-            return new | {"optimizer": driver._optimizer_state, "sampler": own.sampler_state}, stats.mean
-
-        state = {"params": vstate.parameters, "rest": vstate.model_state, "sampler": vstate.sampler_state}
-        return Step(jax.jit(step), state | {"optimizer": tx.init(vstate.parameters)}, (), params, frozen)
+    def of(vstate, tx, **changes):
+        step = step_of("NetKet", nk=nk, energy=energy, sr=sr, vstate=vstate, tx=tx)
+        return dataclasses.replace(step, **changes)
 
     names = locals()
-    own = of(execute("NetKet", 0, names)["vstate"], optax.adam(1e-2), "encoder")
+    own = of(execute("NetKet", 0, names)["vstate"], optax.adam(1e-2))
     frozen = execute("NetKet", 1, names)["frozen"]
     of_variables = fz.rules({"**/hidden/kernel": fz.rows(slice(0, -16)), "**/head/**": False}, default=True)
-    wrapped = nk.vqs.MCState(
-        sampler, apply_fun=fz.freeze_loss(model.apply, of_variables), variables=vstate.variables, **seeds
-    )
-    names |= {"wrapped": of(wrapped, fz.freeze(optax.adam(1e-2), frozen), frozen)}
-    return Trainer(own, None, [names["wrapped"]], lambda: run_steps(own, parameters), names)
+    plain = of(vstate, fz.freeze(optax.adam(1e-2), frozen), params="variables/params", frozen=frozen)
+    make_step = lambda apply: plain.make_step(fz.freeze_loss(apply, of_variables))  # noqa: E731
+    names |= {"wrapped": dataclasses.replace(plain, make_step=make_step)}
+    return Trainer(own, None, [names["wrapped"]], lambda: run_steps(own, lambda state: state["variables"]), names)
 
 
 @trainer("NumPyro")
@@ -368,15 +338,20 @@ def numpyro() -> Trainer:
     def of(svi_of, frozen, fixed):
         """The step of an SVI, which may hold parameters that it does not train."""
 
-        def step(state, x):
-            svi = svi_of(state["fixed"])
-            svi.constrain_fn = made.constrain_fn
-            svi_state, value = svi.update(state["svi"], x)
-            return {"svi": svi_state, "fixed": state["fixed"]}, value
+        def make_step(loss):
+            @jax.jit
+            def step(state, x):
+                svi = svi_of(state["fixed"], loss)
+                svi.constrain_fn = made.constrain_fn
+                svi_state, value = svi.update(state["svi"], x)
+                return {"svi": svi_state, "fixed": state["fixed"]}, value
 
-        made = svi_of(fixed)
+            return step
+
+        loss = numpyro.infer.Trace_ELBO().loss
+        made = svi_of(fixed, loss)
         state = {"svi": made.init(jax.random.key(0), x), "fixed": fixed}
-        return Step(jax.jit(step), state, (x,), parameters, frozen)
+        return Step(make_step, loss, state, (x,), parameters, frozen)
 
     def parameters(state):
         return state["svi"].optim_state[1][0] | state["fixed"]
@@ -384,10 +359,13 @@ def numpyro() -> Trainer:
     def normal(seed, *shape):
         return jax.random.normal(jax.random.key(seed), shape) / 16
 
-    def own_svi(pretrained):
-        return execute("NumPyro", 0, names | {"pretrained": pretrained})["svi"]
+    def own_svi(pretrained, loss):
+        svi = execute("NumPyro", 0, names | {"pretrained": pretrained})["svi"]
+        svi.loss.loss = loss
+        return svi
 
-    x, names = normal(3, 32, 256), locals()
+    x = normal(3, 32, 256)
+    names = locals()
     own = of(own_svi, "encoder", {"encoder": normal(1, 256, 256)})
     return Trainer(own, None, [], lambda: run_steps(own, parameters), names)
 
@@ -439,9 +417,8 @@ def maxtext() -> Trainer:
                 names["state"] = TrainStateNNX(model, nnx.Optimizer(model, tx, wrt=nnx.Param))
             else:
                 names = execute("MaxText", block, names)
-        graphdef, state = nnx.split(names["state"])
-        step = jax.jit(lambda state, data: train.train_step(graphdef, config, None, None, state, data))
-        return Step(step, state, (data,), "model", frozen), names
+        step = step_of("MaxText", state=names["state"], train=train, nnx=nnx, config=config, data=data, frozen=frozen)
+        return step, names
 
     data, frozen = maxtext_data(), fz.all_except("**/logits_dense/**")
     own, _ = of("trainable_parameters_mask=['.*logits_dense.*']")
