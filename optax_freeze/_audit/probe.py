@@ -202,7 +202,8 @@ class Probe:
             self.nonzero.add(i)
             if not isinstance(ct, Tracer):
                 self.eager.add(i)
-            code = jax.pure_callback(asked, jax.ShapeDtypeStruct((), np.int32), *self._sampled(i, mask, x))
+            sample, struct = self._sampled(i, mask, x), jax.ShapeDtypeStruct((), np.int32)
+            code = jax.pure_callback(asked, struct, *sample, vmap_method="sequential")
             return with_sharding(explicit_sharding(ct), tamper, ct, code)
 
         return _identity(lambda: self.differentiated.add(i), backward)

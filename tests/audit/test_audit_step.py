@@ -567,6 +567,35 @@ def a_late_branch(loss):
 
 
 CLIPPED = ("changed", "head"), ("gradient", "encoder")
+
+
+def head_alone(loss):
+    """The loss gets a part of the parameters, and the step is random."""
+
+    def step(state, x, y):
+        head = jax.tree.map(
+            lambda p, g: p - 0.1 * g, state["params"]["head"], jax.grad(loss)(state["params"]["head"], x)
+        )
+        seen = state["seen"] + RANDOM.random()
+        return {"params": {**state["params"], "head": head}, "seen": seen}
+
+    return step
+
+
+def on_a_device(loss):
+    """What the loss gets has no axis of devices; of the second leaf, other devices freeze other rows."""
+
+    @jax.jit
+    def step(state, x, y):
+        grads = jax.vmap(jax.grad(loss), (0, None))(state["params"], x)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return {"params": fz.apply_updates(state["params"], jax.tree.map(lambda g: g / norm, grads), ON_DEVICES)}
+
+    return step
+
+
+RANDOM = np.random.default_rng(0)
+ON_DEVICES = fz.rules({"a": fz.rows([0], axis=1), "b": fz.rows([0])})
 NETWORKS = fz.freeze(optax.sgd(0.1), "*/encoder")
 OF_SQUARE = fz.rules({"kernel": fz.rows([0, 1])})
 SQUARE = fz.freeze(clip(optax.sgd(0.1)), OF_SQUARE)
@@ -607,6 +636,33 @@ BRANCH = "no run took a branch that can write encoder/bias, encoder/kernel: whet
             "a loss gets other values of kernel than the parameters have",
         ),
         (
+            head_alone,
+            {"encoder": {"kernel": numbers(3)}, "head": {"weight": numbers(3)}},
+            None,
+            lambda head, x: jnp.sum((head["weight"] * x) ** 2),
+            "encoder",
+            set(),
+            "1 frozen leaf is given to no loss (encoder/kernel): whether a gradient of them is computed is not known",
+        ),
+        (
+            head_alone,
+            {"encoder": {"kernel": numbers(3)}, "head": {"weight": numbers(3)}},
+            None,
+            lambda head, x: jnp.sum((head["weight"] * x) ** 2),
+            "encoder",
+            set(),
+            "two equal runs differ (seen): what this depends on is not known",
+        ),
+        (
+            on_a_device,
+            {"a": jnp.stack([numbers(3, 2)] * 2), "b": jnp.stack([numbers(3, 2)] * 2)},
+            None,
+            lambda params, x: jnp.sum((x @ params["a"]) ** 2) + jnp.sum((x @ params["b"]) ** 4),
+            ON_DEVICES,
+            {"changed a", "changed b", "gradient a"},
+            "a loss gets a part of b, of which some elements are frozen",
+        ),
+        (
             quantized,
             {"codes": jnp.arange(3, dtype=jnp.int8), "key": jax.random.key(0), "head": jnp.ones(3)},
             None,
@@ -625,10 +681,14 @@ BRANCH = "no run took a branch that can write encoder/bias, encoder/kernel: whet
             "",
         ),
     ],
-    ids=["leave", "a branch", "by path", "of several parts", "other values", "integers and keys", "many leaves"],
+    ids=[
+        *("leave", "a branch", "by path", "of several parts", "other values", "head alone", "random", "on a device"),
+        *("integers and keys", "many leaves"),
+    ],
 )
 def test_other_steps(make_step, params, tx, loss, frozen, expected, note):
     state = {"params": params} | ({} if tx is None else {"opt_state": tx.init(params)})
+    state |= {"seen": jnp.zeros(())} if make_step is head_alone else {}
     report = fz.audit_step(make_step, state, X, Y, loss=loss, params="params", frozen=frozen)
     assert {f"{leak.kind} {leak.path}" for leak in report.leaks} == expected
     assert note in report.note
