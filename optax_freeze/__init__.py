@@ -46,11 +46,13 @@ from optax_freeze._optimizer.union import union as union
 # Reading and changing optimizer states.
 from optax_freeze._state.replace_masks import replace_masks as replace_masks
 from optax_freeze._state.spec_of import spec_of as spec_of
-from optax_freeze._state.train_step import train_step as train_step
 from optax_freeze._state.shardings import state_shardings as state_shardings
 from optax_freeze._state.set_frozen import currently_frozen as currently_frozen
 from optax_freeze._state.set_frozen import set_frozen as set_frozen
 from optax_freeze._state.migrate import migrate as migrate
+
+# A whole training step.
+from optax_freeze._train.train_step import train_step as train_step
 
 # Frozen parameters in host memory, or in fewer bits.
 from optax_freeze._memory.cast import cast as cast

@@ -56,7 +56,7 @@ _BY_FILE = {
     ("_gradient/explain.py", "tests/gradient/test_hijax.py"): [
         ("Operation(operation_of(eqn)[0],", "Operation(eqn.primitive.name,", "-k primitive_of_a_user"),
     ],
-    ("_gradient/group_gradients.py", "tests/state/test_train_step.py"): [
+    ("_gradient/group_gradients.py", "tests/train/test_train_step.py"): [
         ("False], numbers, strict=True)", "True], numbers, strict=True)", "-k toggles"),
         ("[~jnp.asarray(each) for each", "[~each for each", "tests/gradient/test_group_gradients.py -k constants"),
         ("selection.put(others, grad)\n", "others\n", "tests/gradient/test_group_gradients.py -k two_groups_of_rows"),
@@ -135,7 +135,7 @@ _BY_FILE = {
         (
             "jnp.logical_and), False]",
             "jnp.logical_and), jax.tree.leaves(states[-1])[-1]]",
-            "tests/state/test_train_step.py -k any_flags",
+            "tests/train/test_train_step.py -k any_flags",
         ),
         ("seen, old.previous, converged)", "seen, old.previous, old.converged)", "-k freeze_from_the_input_end"),
     ],
@@ -152,9 +152,9 @@ _BY_FILE = {
         (
             '{**extra_args, "grad": grads} if "grad" in extra_args else extra_args',
             "extra_args",
-            "tests/state/test_train_step.py -k extra_arguments",
+            "tests/train/test_train_step.py -k extra_arguments",
         ),
-        ("jnp.maximum(step, 0)", "step", "tests/state/test_train_step.py -k any_step"),
+        ("jnp.maximum(step, 0)", "step", "tests/train/test_train_step.py -k any_step"),
         ("extra_args, _ALL_GRADIENTS)", "extra_args)", "tests/test_errors.py -k part"),
         ("params, tied, accepted.latest)", "params, tied)", "-k tree_map_params"),
         ("if plans.names != own.names:", "if False:", "-k state_of_other_leaves_or_groups"),
@@ -162,10 +162,8 @@ _BY_FILE = {
         (
             "if coupled is None:\n            return update(",
             "if True:\n            return update(",
-            "tests/state/test_train_step.py -k gradient_and_the_update",
+            "tests/train/test_train_step.py -k gradient_and_the_update",
         ),
-        ("_without_frozen_groups(call, frozen, own)", "call", "-k over_the_groups"),
-        ("{name: of_others(fn) for name", "{name: fn for name", "-k over_the_groups"),
         (
             "n < len(plans.names) and plans.conditions[n].takes_norm:",
             "False:",
@@ -176,6 +174,10 @@ _BY_FILE = {
             "own, norm = grads,",
             "tests/optimizer/test_freeze_converged.py -k given_to_update",
         ),
+    ],
+    ("_optimizer/coupled_update.py", "tests/optimizer/test_freeze_when.py"): [
+        ("own), _without_frozen_groups(call, frozen, own)", "own), call", "-k over_the_groups"),
+        ("{name: of_others(fn) for name", "{name: fn for name", "-k over_the_groups"),
     ],
     ("_optimizer/given_groups.py", "tests/optimizer/test_freeze_when.py"): [
         ("is_each = isinstance(key, Each)", "is_each = False", "-k group_of_each_path"),
@@ -225,7 +227,7 @@ _BY_FILE = {
         (
             '{**found, "grad": updates} if call.computes_grads and "grad" in found else found',
             "found",
-            "tests/state/test_train_step.py -k extra_arguments",
+            "tests/train/test_train_step.py -k extra_arguments",
         ),
         (
             "if of_group and self._is_leafwise and is_tree(plan):",
@@ -279,7 +281,7 @@ _BY_FILE = {
         ("        if its != mine:", "        if False:", "-k state_of_another_spec"),
         ("        if its != mine:", "        if False:", "tests/optimizer/test_freeze_when.py -k other_elements"),
     ],
-    ("_optimizer/schedules.py", "tests/state/test_train_step.py"): [
+    ("_optimizer/schedules.py", "tests/train/test_train_step.py"): [
         ("+ (ahead - period)) // period % 2 == (turns + 1) % 2", "+ offset) // period % 2 == 0", "-k any_step"),
     ],
     ("_optimizer/update_unless.py", "tests/test_python_numbers.py"): [
@@ -292,7 +294,7 @@ _BY_FILE = {
         (
             "list(map(vary_alike, new(carry[1]), carry[1]))",
             "new(carry[1])",
-            "tests/state/test_train_step.py -k ShardMap",
+            "tests/train/test_train_step.py -k ShardMap",
         ),
     ],
     ("_precompute/traced_gradient.py", "tests/precompute/test_closures.py"): [
@@ -665,7 +667,7 @@ _BY_FILE = {
         (
             "number >= self.program.num_inputs or number in inputs[guard]",
             "True",
-            "tests/state/test_train_step.py -k in_place",
+            "tests/train/test_train_step.py -k in_place",
         ),
         ("== 1 or not overlap(", "== 1 and not _overlap(", "tests/gradient/test_group_gradients.py -k rows_cost"),
         (
@@ -676,7 +678,7 @@ _BY_FILE = {
         (
             "kept.update(number for i in postponed for number in self.tasks[i].read_numbers)",
             "pass",
-            "tests/state/test_train_step.py -k toggles",
+            "tests/train/test_train_step.py -k toggles",
         ),
         ("key=lambda guard: -guard.bit_count())", "key=lambda guard: guard.bit_count())", "-k TestGuards"),
         ("if number in kept or read_by.get(number, set()) - {guard}}", "if number in kept}", "-k TestGuards"),
@@ -763,7 +765,7 @@ _BY_FILE = {
     ("_spec/indexing.py", "tests/state/test_dynamic_rows.py"): [
         ("jnp.full(count, chosen.size)", "jnp.zeros(count, jnp.int32)", "-k given_twice"),
     ],
-    ("_optimizer/kept_state.py", "tests/state/test_batch_rows.py"): [
+    ("_optimizer/kept_state.py", "tests/train/test_batch_rows.py"): [
         ('OF_SEVERAL_STEPS) or hasattr(node, "current_plan")', "OF_SEVERAL_STEPS)", "-k same_rows_in_several"),
         ("count += count == size", "pass", "-k more_rows_than_the_leaf"),
         ("if array.ndim != other.ndim or len(axes) != 1 or", "if False and", "-k 'lazy_self and flatten'"),
@@ -774,12 +776,12 @@ _BY_FILE = {
             "tests/test_errors.py -k frozen",
         ),
     ],
-    ("_state/batch_rows.py", "tests/state/test_batch_rows.py"): [
+    ("_train/batch_rows.py", "tests/train/test_batch_rows.py"): [
         ("if inside.plan.kept:", "if False:", "-k multi_steps_around"),
         ("if needed > selection.count:", "if False:", "-k too_many"),
         ("min(ids[n].size, selection.size)", "ids[n].size", "-k number_that_is_enough"),
     ],
-    ("_spec/row_numbers.py", "tests/state/test_batch_rows.py"): [
+    ("_spec/row_numbers.py", "tests/train/test_batch_rows.py"): [
         ("jnp.where(named < 0, named + size, named)", "named", "-k shape_and_dtype"),
         ("(named >= 0) & (named < size)", "named < size", "-k shape_and_dtype"),
     ],
@@ -787,7 +789,7 @@ _BY_FILE = {
         ("if selection.keep_state else ()", "", "-k keep_their_state"),
         (">= size)", ">= 0)", "-k keep_their_state"),
     ],
-    ("_program/regions.py", "tests/state/test_batch_rows.py"): [
+    ("_program/regions.py", "tests/train/test_batch_rows.py"): [
         ("return wanted * self.count.bit_length() < size", "return False", "-k larger_table"),
     ],
     ("_spec/row_numbers.py", "tests/state/test_dynamic_rows.py"): [
@@ -962,14 +964,14 @@ _BY_FILE = {
         ("{each for each, _, _ in known if each == name} or ", "", "-k set_by_path_or_together"),
         ("in known if each in own):", "in known[:1] if each in own):", "-k set_by_path_or_together"),
     ],
-    ("_state/spec_of.py", "tests/state/test_train_step.py"): [
+    ("_state/spec_of.py", "tests/train/test_train_step.py"): [
         (
             "if (spec := _spec_of_masked(state)) is not None:",
             "if (spec := None) is not None:",
             "-k groups_of_a_partition",
         ),
     ],
-    ("_state/train_step.py", "tests/state/test_train_step.py"): [
+    ("_train/train_step.py", "tests/train/test_train_step.py"): [
         ('"value": value[0] if has_aux else value', '"value": value', "-k extra_arguments"),
         ("(lambda params: of_params(params)[0]) if has_aux else of_params", "of_params", "-k extra_arguments"),
         ("            if names is None:", "            if True:", "-k extra_arguments"),

@@ -15,9 +15,10 @@ import optax
 from optax_freeze._errors import described, type_error
 from optax_freeze._gradient.argnums import of_parameters, refuse_several
 from optax_freeze._gradient.dense_gradient import value_and_grad_of_plan
-from optax_freeze._gradient.group_gradients import GroupSpec, value_and_grad_of_groups
+from optax_freeze._gradient.group_gradients import value_and_grad_of_groups
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.partition import split
+from optax_freeze._spec.group_spec import GroupSpec
+from optax_freeze._spec.partition import restricts, split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selector_algebra import Selector
@@ -239,6 +240,7 @@ def value_and_grad_from_state(
     return value_and_grad_fn
 
 
+@restricts
 def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     """:func:`restrict` without checks."""
 

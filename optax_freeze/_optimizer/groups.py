@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +13,13 @@ import numpy as np
 from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._optimizer.given_groups import GivenGroup
+from optax_freeze._optimizer.group_leaves import GroupLeaves
 from optax_freeze._optimizer.no_update import zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Choice, Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.plan_digest import Line
-from optax_freeze._spec.resolve import Tied, plan_of_choices
+from optax_freeze._spec.resolve import Tied, plan_of_choices, register_with_flax
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.static_node import register_as_static
@@ -237,3 +239,15 @@ def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
         selection = mask.fit(leaf)
         is_frozen = selection.frozen_rows() if isinstance(selection, RowSelection) else selection is FROZEN
         return np.broadcast_to(is_frozen, leaf.shape[mask.axis])
+
+
+def register_groups_with_flax() -> None:
+    """``register_with_flax`` for the nodes of a state of groups."""
+    register_with_flax(GroupPlans)
+    if serialization := sys.modules.get("flax.serialization"):
+
+        def restored(leaves: GroupLeaves, state: Any) -> GroupLeaves:
+            return GroupLeaves(serialization.from_state_dict(dict(leaves), state))
+
+        to_dict = lambda leaves: serialization.to_state_dict(dict(leaves))  # noqa: E731
+        serialization.register_serialization_state(GroupLeaves, to_dict, restored, override=True)

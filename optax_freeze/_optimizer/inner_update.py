@@ -10,7 +10,6 @@ import optax
 from jax.core import Tracer
 
 from optax_freeze._errors import counted, in_one_line, type_error, value_error
-from optax_freeze._gradient.grad import restrict
 from optax_freeze._optimizer.around import Around, inside
 from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.init_with import init_of
@@ -21,7 +20,7 @@ from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.apply_updates import updated
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
-from optax_freeze._spec.partition import split
+from optax_freeze._spec.partition import restricted, split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import Selection, shape_of_part
 from optax_freeze._spec.tree import Leaf, Part, PyTree
@@ -288,7 +287,7 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
 
             return called
 
-        of_params = {name: restrict(of_full(fn), rest) for name, fn in of_params.items()}
+        of_params = {name: restricted(of_full(fn), rest) for name, fn in of_params.items()}
         if grad_fn := of_params.get("grad_fn"):
             of_params["grad_fn"] = lambda *args, **kwargs: trainable_of(grad_fn(*args, **kwargs))
     others = {name: value if name in OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}

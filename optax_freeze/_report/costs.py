@@ -26,7 +26,7 @@ from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import OWN
 from optax_freeze._state.shardings import state_shardings
-from optax_freeze._state.train_step import train_step
+from optax_freeze._train.train_step import train_step
 
 _CALL = "fz.costs(loss, params, {name: spec}, *batch, tx=tx)"
 

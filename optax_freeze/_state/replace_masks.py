@@ -23,9 +23,9 @@ from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, fi
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.source import mark_replaced
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._state.batch_rows import with_rows
 from optax_freeze._state.carry import Carry
 from optax_freeze._state.entries import entries_of
+from optax_freeze._state.kept_rows import with_rows
 from optax_freeze._state.own_states import masks_in, outermost_states, states_in
 from optax_freeze._state.row_axes import init_shapes
 

@@ -20,7 +20,7 @@ import optax
 import orbax.checkpoint as ocp
 
 from optax_freeze._errors import described, is_array, message, type_error, value_error, whole_number
-from optax_freeze._optimizer.freeze_when import register_groups_with_flax
+from optax_freeze._optimizer.groups import register_groups_with_flax
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import on_device
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
