@@ -17,7 +17,6 @@ from optax_freeze._spec.labels import labels as labels
 from optax_freeze._spec.labels import labels_by_path as labels_by_path
 from optax_freeze._spec.labels import layerwise_decay as layerwise_decay
 from optax_freeze._spec.merge_pretrained import merge_pretrained as merge_pretrained
-from optax_freeze._spec.apply_updates import apply_updates as apply_updates
 from optax_freeze._spec.partition import combine as combine
 from optax_freeze._spec.partition import partition as partition
 from optax_freeze._spec.partition import stop_gradient as stop_gradient
@@ -34,6 +33,7 @@ from optax_freeze._gradient.explain import explain as explain
 from optax_freeze._optimizer.freeze import freeze as freeze
 from optax_freeze._optimizer.freeze import masked_zero_updates as masked_zero_updates
 from optax_freeze._optimizer.convergence import freeze_converged as freeze_converged
+from optax_freeze._optimizer.apply_updates import apply_updates as apply_updates
 from optax_freeze._optimizer.update_params import update_params as update_params
 from optax_freeze._optimizer.schedules import alternate as alternate
 from optax_freeze._optimizer.schedules import freeze_at as freeze_at

@@ -274,8 +274,10 @@ _BY_FILE = {
         ("return bool(functions) and all(", "return all(", "-k another_version"),
         ("return _code(function) in leafwise", "return True", ""),
     ],
-    ("_optimizer/no_update.py", "tests/test_model_libraries.py"): [
+    ("_optimizer/leaf_updates.py", "tests/test_model_libraries.py"): [
         ("if isinstance(numbers[0], bool) else", "if False else", "-k not_an_array"),
+        ("complex(-0.0, -0.0)\n", "0j\n", "tests/spec/test_partition.py -k python_numbers"),
+        ("and repr(change) == repr(no_change(change))", "and change == 0", "tests/test_python_numbers.py -k added_to"),
     ],
     ("_optimizer/plan_in_state.py", "tests/optimizer/test_freeze.py"): [
         ("        if its != mine:", "        if False:", "-k state_of_another_spec"),
@@ -444,6 +446,8 @@ _BY_FILE = {
     ],
     ("_optimizer/update_params.py", "tests/optimizer/test_update_params.py"): [
         ("if full is grads or not succeeds(", "if True or not succeeds(", "-k belong_inside"),
+    ],
+    ("_optimizer/transformation.py", "tests/optimizer/test_update_params.py"): [
         ('    __name__ = "update"\n', "", "-k name_for_named"),
     ],
     ("_program/host_lookups.py", "tests/gradient/test_from_the_host.py"): [
@@ -746,10 +750,8 @@ _BY_FILE = {
         (", len(self.by_leaf)):", "):", "-k name_of_a_count"),
         ("contextlib.suppress(Exception)", "contextlib.suppress()", "-k ask_for_the_structure"),
     ],
-    ("_spec/apply_updates.py", "tests/state/test_dynamic_rows.py"): [
+    ("_optimizer/apply_updates.py", "tests/state/test_dynamic_rows.py"): [
         ('refuse_other_rows(change, selection, paths()[i], "updates")', "pass", "-k outside_of_a_program"),
-        ("complex(-0.0, -0.0)\n", "0j\n", "tests/spec/test_partition.py -k python_numbers"),
-        ("and repr(change) == repr(no_change(change))", "and change == 0", "tests/test_python_numbers.py -k added_to"),
     ],
     ("_spec/combined_masks.py", "tests/spec/test_masks.py"): [
         ("if not leaf.inexact:", "if False:", "-k do_not_combine"),

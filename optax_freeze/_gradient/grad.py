@@ -18,9 +18,10 @@ from optax_freeze._gradient.dense_gradient import value_and_grad_of_plan
 from optax_freeze._gradient.group_gradients import value_and_grad_of_groups
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import GroupSpec
-from optax_freeze._spec.partition import restricts, split
+from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.restricted import restricts
 from optax_freeze._spec.selector_algebra import Selector
 from optax_freeze._spec.tree import Part, PyTree
 

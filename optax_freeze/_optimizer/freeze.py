@@ -15,15 +15,14 @@ import optax
 
 from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
 from optax_freeze._optimizer.around import around, as_parts
-from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
 from optax_freeze._optimizer.called_trees import saying_what_optax_calls
 from optax_freeze._optimizer.init_with import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
 from optax_freeze._optimizer.kept_state import KeptState, refuse_part_of_kept
+from optax_freeze._optimizer.leaf_updates import negative_zero, zero
 from optax_freeze._optimizer.nnx_variables import stored
-from optax_freeze._optimizer.no_update import negative_zero, zero
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
-from optax_freeze._optimizer.update_params import Update
+from optax_freeze._optimizer.transformation import Update, as_transformation, is_optimizer
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.memory_kinds import is_on_host

@@ -15,7 +15,6 @@ import optax
 
 from optax_freeze._errors import described, value_error
 from optax_freeze._optimizer.around import around, as_parts
-from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.called_trees import saying_what_optax_calls
 from optax_freeze._optimizer.conditions import decide, global_norm
 from optax_freeze._optimizer.coupled_update import update_coupled
@@ -26,7 +25,7 @@ from optax_freeze._optimizer.init_with import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_group, init_inner
 from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._optimizer.plan_in_state import AcceptedPlans, other_transformation, refuse_other_selections
-from optax_freeze._optimizer.update_params import Update
+from optax_freeze._optimizer.transformation import Update, as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.masks import DynamicRows, Elements

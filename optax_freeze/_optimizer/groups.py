@@ -14,7 +14,7 @@ from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._optimizer.given_groups import GivenGroup
 from optax_freeze._optimizer.group_leaves import GroupLeaves
-from optax_freeze._optimizer.no_update import zero
+from optax_freeze._optimizer.leaf_updates import zero
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Choice, Elements, Rows, elements, rows
 from optax_freeze._spec.plan import Plan

@@ -14,14 +14,14 @@ from optax_freeze._optimizer.around import Around, inside
 from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.init_with import init_of
 from optax_freeze._optimizer.kept_state import KeptRows, KeptState
+from optax_freeze._optimizer.leaf_updates import updated
 from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.nnx_variables import as_before, called_with, stored, stored_state, values_in
 from optax_freeze._optimizer.update_unless import unless, update_unless
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.apply_updates import updated
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
-from optax_freeze._spec.partition import restricted, split
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.restricted import restricted
 from optax_freeze._spec.selection import Selection, shape_of_part
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
@@ -275,7 +275,8 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
 
     of_params = {name: fn for name, fn in extra_args.items() if name in OF_PARAMS and callable(fn)}
     if params is not None and of_params:
-        structure, rest = _tree.flatten(params)[1], values_in(split(params, plan)[1], plan)
+        values, structure = _tree.flatten(params)
+        rest = values_in(jax.tree.unflatten(structure, plan.rest(values)), plan)
 
         def of_full(fn: Callable[..., Any]) -> Callable[..., Any]:
             """``fn``, called as code of the user with the containers of the parameters."""

@@ -17,12 +17,11 @@ from optax_freeze._optimizer.around import around, as_parts
 from optax_freeze._optimizer.freeze import FreezeState, FreezingPart, updated_leaf
 from optax_freeze._optimizer.init_with import with_own_buffers
 from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate
-from optax_freeze._optimizer.no_update import negative_zero
+from optax_freeze._optimizer.leaf_updates import negative_zero, updated
 from optax_freeze._optimizer.plan_in_state import other_transformation
+from optax_freeze._optimizer.transformation import Update
 from optax_freeze._optimizer.union_plan import joined, own_rows, refuse_overlap
-from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.apply_updates import updated
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, Selection

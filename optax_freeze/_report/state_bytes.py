@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import is_scalar, value_error
-from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._optimizer.init_with import eval_init
+from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan

@@ -134,20 +134,6 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
     return combined, treedef
 
 
-_RESTRICT: list[Callable[[Callable[..., Any], PyTree], Callable[..., Any]]] = []
-
-
-def restricts(way: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes ``way(fun, rest)`` what :func:`restricted` calls; it reads programs, which files here cannot do."""
-    _RESTRICT.append(way)
-    return way
-
-
-def restricted(fun: Callable[..., Any], rest: PyTree) -> Callable[..., Any]:
-    """``fun(combine(trainable, rest))`` as a function of ``trainable`` whose gradient costs only what trains."""
-    return _RESTRICT[-1](fun, rest)
-
-
 def stop_gradient(params: Tree, frozen: Spec) -> Tree:
     """Stops the gradient at frozen parameters.
 

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, is_array, printable, type_error
-from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.init_with import each_once
+from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.fold import fold
 from optax_freeze._spec.prefix_tree import is_above

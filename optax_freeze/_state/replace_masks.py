@@ -10,9 +10,9 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, is_concrete, refuse_no_mapping, value_error
-from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.groups import GroupPlans
 from optax_freeze._optimizer.init_with import init_with
+from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements, elements

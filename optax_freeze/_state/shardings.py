@@ -12,8 +12,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from optax_freeze._errors import described, is_array, value_error
-from optax_freeze._optimizer.as_transformation import as_transformation
 from optax_freeze._optimizer.init_with import eval_init
+from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import on_device
 from optax_freeze._spec.sharding import fitting

@@ -10,8 +10,8 @@ from optax_freeze._errors import described, in_one_line, type_error, value_error
 from optax_freeze._gradient.argnums import parameters_first, refuse_several
 from optax_freeze._gradient.grad import refuse_no_function, value_and_grad
 from optax_freeze._gradient.group_gradients import gradient_of_groups
-from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.update_params import Update, succeeds, update_params, with_zeros
+from optax_freeze._optimizer.transformation import Update, as_transformation
+from optax_freeze._optimizer.update_params import succeeds, update_params, with_zeros
 from optax_freeze._spec.group_spec import GroupSpec
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import states_in
