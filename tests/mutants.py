@@ -770,7 +770,7 @@ _BY_FILE = {
     ("_optimizer/kept_state.py", "tests/train/test_batch_rows.py"): [
         ('OF_SEVERAL_STEPS) or hasattr(node, "current_plan")', "OF_SEVERAL_STEPS)", "-k same_rows_in_several"),
         ("count += count == size", "pass", "-k more_rows_than_the_leaf"),
-        ("if array.ndim != other.ndim or len(axes) != 1 or", "if False and", "-k 'lazy_self and flatten'"),
+        ("if found[n] or not fits:", "if False:", "-k 'lazy_self and flatten'"),
         ("array = array.astype(new.dtype)", "pass", "-k bfloat16"),
         (
             "    if selection.keep_state:\n        raise",
@@ -901,12 +901,12 @@ _BY_FILE = {
         ('stays = (jnp.take(a, position, mode="clip") == b) & (b < size)', "stays = b < size", "-k stay_keep"),
         (" & (b < size)", "", "-k are_no_row"),
         (
-            "source.kept for i in (*moments, *parts) for",
-            "source.kept for i in (*moments[:1], *parts) for",
+            "source.kept for i in (*moments, *others) for",
+            "source.kept for i in (*moments[:1], *others) for",
             "-k all_rows_change",
         ),
         (
-            ".arrays for i in (*moments, *parts))",
+            ".arrays for i in (*moments, *others))",
             ".arrays for i in moments)",
             "tests/fuzz/test_states.py -k complex_leaf",
         ),
@@ -919,8 +919,8 @@ _BY_FILE = {
         ),
         ("return len(rows) == len(others) and equal", "return len(rows) == len(others)", "-k array_of_several"),
         ("_is_history(entries[i]) or ", "", "-k a_history_begins_anew_with"),
-        (" or not certain[i]", "", "-k shapes_do_not_tell"),
-        ("any(leaves_before[each] != leaves for each in before)", "False", "-k where_other_leaves"),
+        (" or i in self._uncertain", "", "-k shapes_do_not_tell"),
+        ("self._held[_place(source.old)[0]] != leaves", "False", "-k where_other_leaves"),
         ('{"grad", "value"} <= fields or ', "", "-k computes_its_gradient"),
         ("[old if axis is None else", "[new if axis is None else", "-k several_arrays_for_a_leaf_move"),
     ],

@@ -166,7 +166,7 @@ def freeze(
         warn_of_extent(plan, params, frozen, stacklevel=2)
         values = _tree.flatten(params)[0]
         warn_of_leaves(values, plan, plan, tied, stacklevel=2)
-        for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
+        for leaf, selection, value in plan.entries(values):
             if isinstance(value, Part) and selection.in_part:
                 refuse_part_of_kept(value, leaf, selection)
                 refuse_other_leaf(value, leaf, selection, "params")
@@ -198,8 +198,8 @@ def freeze(
         if not in_place:
             [changes] = new
             selections = [FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]
-            leaves = zip(selections, plan.leaves, changes, call.grads, call.olds, strict=True)
-            new = [updated_leaf(*leaf, full_updates) for leaf in leaves]
+            each = zip(plan.leaves, selections, changes, call.grads, call.olds, strict=True)
+            new = [updated_leaf(*its, full_updates) for its in each]
             new = jax.tree.unflatten(call.treedef, plan.with_sources(new, call.grads))
         return new, state._replace(inner_state=inner_state)
 
@@ -224,7 +224,7 @@ def _refuse_other_spec(plan: Plan, frozen: Spec, tree: PyTree) -> None:
     refuse_other_selections(plan, own, "a different spec")
 
 
-def updated_leaf(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
+def updated_leaf(leaf: Leaf, selection: Selection, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
     """The update of a leaf from the one of the inner optimizer, ``new``; ``update`` and ``param`` are as given."""
     if selection is FROZEN:
         return zero(leaf, update, param) if full_updates else _tree.MASKED_NODE

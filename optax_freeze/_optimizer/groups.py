@@ -97,9 +97,7 @@ class GroupPlans:
             zero(leaf, grad, old)
             if selection is FROZEN or i in missing
             else self._merge_leaf(i, owners[i], grad if old is None else old)
-            for i, (leaf, selection, grad, old) in enumerate(
-                zip(self.leaves, self.everything.selections, grads, olds, strict=True)
-            )
+            for i, (leaf, selection, grad, old) in enumerate(self.everything.entries(grads, olds))
         ]
 
     def _merge_leaf(self, i: int, owners: Sequence[tuple[Selection, Any]], like: Any) -> Any:

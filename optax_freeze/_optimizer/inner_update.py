@@ -270,7 +270,7 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
         # A scalar beside a lone leaf has its structure, too.
         if structure != treedef or (len(values) == 1 and jnp.shape(values[0]) != plan.leaves[0].shape):
             return tree
-        values = [_beside_part(*each) for each in zip(values, plan.leaves, plan.selections, strict=True)]
+        values = [_beside_part(*each) for each in plan.entries(values)]
         return values_in(plan.trainable(treedef, values), plan)
 
     of_params = {name: fn for name, fn in extra_args.items() if name in OF_PARAMS and callable(fn)}
@@ -295,7 +295,7 @@ def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params
     return others | of_params
 
 
-def _beside_part(value: Any, leaf: Leaf, selection: Selection) -> Any:
+def _beside_part(leaf: Leaf, selection: Selection, value: Any) -> Any:
     """A scalar for a leaf becomes a scalar beside its trainable part; other values are taken apart like the leaf."""
     is_number = isinstance(value, (int, float, complex)) or getattr(value, "shape", None) == ()
     if not selection.in_part or not leaf.shape or not is_number:

@@ -209,9 +209,7 @@ def _merged(
 ) -> list[Any]:
     """The updates of all leaves from those of each part."""
     new = []
-    for i, (leaf, selection, grad, old) in enumerate(
-        zip(union.leaves, union.selections, call.grads, call.olds, strict=True)
-    ):
+    for i, (leaf, selection, grad, old) in enumerate(union.entries(call.grads, call.olds)):
         owners = [
             (plan.selections[i], its[i])
             for plan, its in zip(plans, changes, strict=True)
@@ -219,7 +217,7 @@ def _merged(
         ]
         if i in call.missing or len(owners) < 2:
             its, change = (FROZEN, None) if i in call.missing or not owners else owners[0]
-            new.append(updated_leaf(its, leaf, change, grad, old, full_updates))
+            new.append(updated_leaf(leaf, its, change, grad, old, full_updates))
         else:
             whole = _merged_leaf(leaf, owners, old, grad)
             in_rows = selection.part_index is not None and (not full_updates or is_on_host(old))

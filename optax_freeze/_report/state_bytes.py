@@ -40,7 +40,7 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
     if any(True for _ in outermost_states(full.shapes, UnionState)):
         fix = "leave it out: fz.summary(params, fz.spec_of(tx.init(params)))"
     refuse_freezing(full.shapes, at="the third argument of fz.summary", fix=fix)
-    leaves = [*zip(plan.leaves, plan.selections, strict=True)]
+    leaves = [*plan.entries()]
     kinds = {
         leaf.path: (leaf.shape, leaf.dtype, leaf.index, full.by_leaf[leaf.path])
         for leaf, selection in leaves

@@ -164,7 +164,7 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
         value
         if selection is TRAINABLE or leaf.dtype is None or isinstance(value, Part) or is_number(value)
         else selection.choose(jax.lax.stop_gradient(value), value)
-        for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True)
+        for leaf, selection, value in plan.entries(values)
     ]
     return jax.tree.unflatten(treedef, stopped)
 

@@ -5,7 +5,7 @@ It is made once, in ``init``, and not again for the updates, whose leaves may be
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -66,8 +66,7 @@ class Plan:
     @functools.cached_property
     def part_indices(self) -> list[Any]:
         """For each leaf the index of the ``Part`` that is its trainable part, or None."""
-        pairs = zip(self.leaves, self.selections, strict=True)
-        return [selection.part_index if leaf.index is None else leaf.index for leaf, selection in pairs]
+        return [selection.part_index if leaf.index is None else leaf.index for leaf, selection in self.entries()]
 
     @property
     def has_parts(self) -> bool:
@@ -106,6 +105,10 @@ class Plan:
         told = f"a leaf of shape {leaf.shape} that {selection}"
         return Line(leaf.path, told, (leaf.shape, record_of(selection)))
 
+    def entries(self, *values: Sequence[Any]) -> Iterator[Any]:
+        """For each leaf the leaf, its selection, and what lists of all leaves have for it."""
+        return zip(self.leaves, self.selections, *values, strict=True)
+
     @property
     def as_spec(self) -> ResolvedSpec:
         """The plan as a spec, for trees with the same leaves."""
@@ -138,7 +141,7 @@ class Plan:
 
     def extent(self, params: PyTree) -> Literal["nothing", "everything"] | None:
         """Whether nothing or everything is frozen; None otherwise, or if leaves are missing."""
-        found = {s for leaf, s in zip(self.leaves, self.selections, strict=True) if leaf.inexact}
+        found = {s for leaf, s in self.entries() if leaf.inexact}
         if len(found) != 1 or any(map(_tree.is_leaf, _tree.flatten(params)[0])):
             return None
         return {TRAINABLE: "nothing", FROZEN: "everything"}.get(*found)  # type: ignore[return-value]
@@ -165,7 +168,7 @@ class Plan:
         if self.treedef is None or treedef != self.treedef:
             self._refuse_other_tree(tree, name)
         numbers = functools.cache(lambda: {i for i, x in enumerate(_tree.flatten(params)[0]) if is_number(x)})
-        for i, (value, leaf, selection) in enumerate(zip(values, self.leaves, self.selections, strict=True)):
+        for i, (leaf, selection, value) in enumerate(self.entries(values)):
             if selection is not FROZEN and not (_is_missing(value) and i in numbers()):
                 refuse_other_leaf(value, leaf, selection, name, fix)
                 refuse_other_rows(value, selection, leaf.path, name)

@@ -90,33 +90,35 @@ class Carry:
             for i, (entry, each, its_axes) in enumerate(zip(entries, olds, axes, strict=True))
         ]
         self.sources = _without_some(entries, self.sources, olds)
+        self._uncertain = {i for i, is_certain in enumerate(certain) if not is_certain}
+        self._paths = {*_tree.paths(params)}
+        self._held: dict[Any, set[str]] = collections.defaultdict(set)  # the leaves of each place before
+        for entry in old:
+            if entry.leaf is not None and entry.arrays:
+                self._held[_place(entry)[0]].add(entry.leaf)
+        self._of_no_leaf: dict[Any, list[int]] = collections.defaultdict(list)  # by scope
         by_place: dict[Any, list[int]] = collections.defaultdict(list)
         for i, entry in enumerate(entries):
             by_place[_place(entry)[0]].append(i)
-        self.anew: dict[Any, Bool] = {}
-        leaves_before: dict[Any, set[str]] = collections.defaultdict(set)
-        for entry in old:
-            if entry.leaf is not None and entry.arrays:
-                leaves_before[_place(entry)[0]].add(entry.leaf)
-        paths = {*_tree.paths(params)}
-        of_no_leaf: dict[Any, list[int]] = collections.defaultdict(list)
-        for i, entry in enumerate(entries):
             if entry.leaf is None and entry.arrays:
-                of_no_leaf[entry.scope].append(i)
-        for place, inside in by_place.items():
-            moments = [i for i in inside if entries[i].leaf is not None]
-            # A moment of a complex leaf may consist of two arrays.
-            parts = [i for i in of_no_leaf[place[0]] if _is_in_moment(entries[i], place[1], paths)]
-            flags = [_not(_any([source.kept for i in (*moments, *parts) for source in self.sources[i]]))]
-            fields = {_place(entries[i])[1] for i in inside}
-            if {"grad", "value"} <= fields or any(_is_history(entries[i]) or not certain[i] for i in moments):
-                sources = [source for i in moments for source in self.sources[i]]
-                before = {_place(source.old)[0] for source in sources}
-                leaves = {entries[i].leaf for i in moments if entries[i].arrays}
-                flags += [source.changed for source in sources]
-                flags += [any(leaves_before[each] != leaves for each in before)]
-                flags += [bool(entries[i].arrays) for i in moments if not self.sources[i]]
-            self.anew[place] = any(entries[i].arrays for i in (*moments, *parts)) and _any(flags)
+                self._of_no_leaf[entry.scope].append(i)
+        self.anew: dict[Any, Bool] = {place: self._begins_anew_at(place, inside) for place, inside in by_place.items()}
+
+    def _begins_anew_at(self, place: tuple[Any, str], inside: Sequence[int]) -> Bool:
+        """:attr:`anew` at a place, which has the entries with these numbers."""
+        entries, sources = self.entries, self.sources
+        moments = [i for i in inside if entries[i].leaf is not None]
+        # A moment of a complex leaf may consist of two arrays.
+        others = [i for i in self._of_no_leaf[place[0]] if _is_in_moment(entries[i], place[1], self._paths)]
+        flags = [_not(_any([source.kept for i in (*moments, *others) for source in sources[i]]))]
+        fields = {_place(entries[i])[1] for i in inside}
+        if {"grad", "value"} <= fields or any(_is_history(entries[i]) or i in self._uncertain for i in moments):
+            leaves = {entries[i].leaf for i in moments if entries[i].arrays}
+            before = [source for i in moments for source in sources[i]]
+            flags += [source.changed for source in before]
+            flags += [self._held[_place(source.old)[0]] != leaves for source in before]
+            flags += [bool(entries[i].arrays) for i in moments if not sources[i]]
+        return any(entries[i].arrays for i in (*moments, *others)) and _any(flags)
 
     def begins_anew(self, entry: Entry) -> Bool:
         """Whether a new entry keeps its initial values."""

@@ -69,7 +69,7 @@ class _Subtree(NamedTuple):
         (names, trains), parts, indices = self.scope, self.parts, self.indices
         if plan is not None:
             plan = plan.in_state
-            selections = [(leaf.path, its) for leaf, its in zip(plan.leaves, plan.selections, strict=True)]
+            selections = [(leaf.path, selection) for leaf, selection in plan.entries()]
             trains = frozenset(path for path, selection in selections if selection is not FROZEN)
             parts = (*parts, {path: selection for path, selection in selections if selection.in_part})
             pairs = zip(plan.leaves, plan.part_indices, strict=True)

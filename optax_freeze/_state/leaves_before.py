@@ -147,7 +147,7 @@ def _resets(reset: Any, params: PyTree) -> tuple[set[str], dict[str, RowIndex]]:
     if reset is None:
         return set(), {}
     plan = make_plan(params, reset)
-    pairs = [*zip(plan.leaves, plan.selections, strict=True)]
+    pairs = [*plan.entries()]
     for leaf, selection in pairs:
         if selection not in (FROZEN, TRAINABLE) and not isinstance(selection, RowIndex):
             raise value_error(

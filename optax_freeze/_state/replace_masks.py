@@ -98,7 +98,7 @@ def replace_masks(
         leaf.path
         for each in plans
         for plan in (each.plans[:-1] if isinstance(each, GroupPlans) else [each])
-        for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
+        for leaf, selection in plan.entries()
         if isinstance(selection, DynamicRowIndex) or (isinstance(selection, DenseMask) and isinstance(each, Plan))
     }
     new = {path: masks[key] for path, key in _matched(masks, list(leaves.values()), with_mask).items()}
@@ -156,7 +156,7 @@ def _new_arrays(plans: Plan | GroupPlans, old: Any, new: Mapping[str, Any]) -> l
         copy_like(_new_array(new[leaf.path], leaf, selection), selection.array)
         if leaf.path in new and not _tree.is_masked_node(selection.array)
         else selection.array
-        for leaf, selection in zip(plans.leaves, plans.selections, strict=True)
+        for leaf, selection in plans.entries()
     ]
 
 

@@ -36,7 +36,7 @@ def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: A
             if inside.plan.kept:
                 refuse_optimizer(inside.plan, inside.plan.kept[0], f"{with_article(type(around).__name__)} around it")
     plans = [node.plan for node in states_in(state, FreezeState)]
-    leaves = [pair for plan in plans for pair in zip(plan.leaves, plan.selections, strict=True)]
+    leaves = [pair for plan in plans for pair in plan.entries()]
     kept = [i for i, (_, selection) in enumerate(leaves) if selection.keep_state]
     keys, numbers = [*rows], {}
     ids = [_ids(key, fn(*args, **kwargs)) for key, fn in rows.items()]

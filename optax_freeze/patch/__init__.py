@@ -67,7 +67,7 @@ def take(params: PyTree, frozen: Spec, *, rename: Mapping[str, str] | None = Non
     plan = make_plan(params, frozen, tied=tied).in_state
     plan.refuse_all_frozen("there is nothing to take", frozen)
     values = _tree.flatten(params)[0]
-    for leaf, value, selection in zip(plan.leaves, values, plan.selections, strict=True):
+    for leaf, selection, value in plan.entries(values):
         for array in (value, *jax.tree.leaves(selection)):
             refuse_unreadable(array, leaf.path, "params")
     leaves = base_record.leaf_records(params, plan, fingerprints=False)
