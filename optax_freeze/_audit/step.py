@@ -25,8 +25,8 @@ from optax_freeze._spec.resolve import Spec, choose, make_plan, warn_of_no_proof
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Part, PyTree
-from optax_freeze._state.entries import Entry, entries_of
 from optax_freeze._state.own_states import outermost_states, states_in
+from optax_freeze._state.state_entries import Entry, entries_of
 
 State = list[Any]
 """The arrays of a state, and its other leaves."""

@@ -10,10 +10,10 @@ from optax_freeze._errors import value_error
 from optax_freeze._optimizer.leaf_updates import is_nothing, stays, updated
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import refuse_on_host, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE
-from optax_freeze._spec.source import refuse_other_rows
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 Tree = TypeVar("Tree")

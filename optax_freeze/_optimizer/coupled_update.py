@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_freeze._optimizer.groups import GroupPlans
+from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import replaced, zeroed

@@ -14,22 +14,22 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
-from optax_freeze._optimizer.around import around, as_parts
-from optax_freeze._optimizer.called_trees import saying_what_optax_calls
-from optax_freeze._optimizer.init_with import changed, with_own_buffers
+from optax_freeze._optimizer.accepted_plans import AcceptedPlans, refuse_other_selections
+from optax_freeze._optimizer.call_init import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
 from optax_freeze._optimizer.kept_state import KeptState, refuse_part_of_kept
 from optax_freeze._optimizer.leaf_updates import negative_zero, zero
 from optax_freeze._optimizer.nnx_variables import stored
-from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
+from optax_freeze._optimizer.optax_call_errors import saying_what_optax_calls
+from optax_freeze._optimizer.outer_transformation import around, as_parts
 from optax_freeze._optimizer.transformation import Update, as_transformation, is_optimizer
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
 from optax_freeze._spec.selection import FROZEN, DynamicRowIndex, Selection
-from optax_freeze._spec.source import refuse_other_rows
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 

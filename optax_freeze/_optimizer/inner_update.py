@@ -10,14 +10,14 @@ import optax
 from jax.core import Tracer
 
 from optax_freeze._errors import counted, in_one_line, type_error, value_error
-from optax_freeze._optimizer.around import Around, inside
-from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
-from optax_freeze._optimizer.init_with import init_of
+from optax_freeze._optimizer.call_init import init_of
+from optax_freeze._optimizer.group_state import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.kept_state import KeptRows, KeptState
 from optax_freeze._optimizer.leaf_updates import updated
 from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.nnx_variables import as_before, called_with, stored, stored_state, values_in
-from optax_freeze._optimizer.update_unless import unless, update_unless
+from optax_freeze._optimizer.outer_transformation import Around, inside
+from optax_freeze._optimizer.skip_update import unless, update_unless
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.plan import Plan

@@ -11,7 +11,7 @@ import jax
 import optax
 
 from optax_freeze._errors import value_error, with_article
-from optax_freeze._optimizer.init_with import Init, eval_init, first_difference
+from optax_freeze._optimizer.call_init import Init, eval_init, first_difference
 from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._spec.indexing import gather, resized, write
 from optax_freeze._spec.plan import Plan
@@ -72,9 +72,8 @@ class KeptState:
                 axis = first_difference(array, other)
                 if axis is None:
                     continue
-                pair = [array.shape, other.shape]
-                fits = axis != "rank" and pair == [resized(array.shape, axis, each) for each in (size, count)]
-                if found[n] or not fits:
+                resize = [resized(array.shape, axis, each) for each in (size, count)] if axis != "rank" else []
+                if found[n] or axis == "rank" or resize != [array.shape, other.shape]:
                     got = f"an array of shape {array.shape}, and of shape {other.shape} for a batch of {count}"
                     refuse_optimizer(plan, i, got)
                 found[n] = RowsOf(i, axis)

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import described, type_error, value_error
-from optax_freeze._optimizer.around import around, as_parts
+from optax_freeze._optimizer.accepted_plans import other_transformation
+from optax_freeze._optimizer.call_init import with_own_buffers
 from optax_freeze._optimizer.freeze import FreezeState, FreezingPart, updated_leaf
-from optax_freeze._optimizer.init_with import with_own_buffers
 from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate
 from optax_freeze._optimizer.leaf_updates import negative_zero, updated
-from optax_freeze._optimizer.plan_in_state import other_transformation
+from optax_freeze._optimizer.outer_transformation import around, as_parts
 from optax_freeze._optimizer.transformation import Update
 from optax_freeze._optimizer.union_plan import joined, own_rows, refuse_overlap
 from optax_freeze._spec import tree as _tree

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import is_scalar, value_error
+from optax_freeze._optimizer.call_init import eval_init
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
-from optax_freeze._optimizer.init_with import eval_init
 from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._state.entries import entries_of
 from optax_freeze._state.own_states import outermost_states, states_in
+from optax_freeze._state.state_entries import entries_of
 
 
 def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[str, int]]:

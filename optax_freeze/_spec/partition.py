@@ -14,10 +14,10 @@ import optax
 from optax_freeze._errors import is_number, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import to_device, to_memory_of
+from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
 from optax_freeze._spec.selection import TRAINABLE, shape_of_part
-from optax_freeze._spec.source import refuse_other_rows
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 
 Tree = TypeVar("Tree")

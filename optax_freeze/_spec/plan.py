@@ -16,7 +16,9 @@ from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.memory_kinds import HOST, is_on_host
-from optax_freeze._spec.plan_digest import Line
+from optax_freeze._spec.part_source import refuse_other_rows, values_of, with_source
+from optax_freeze._spec.plan_digest import PlanLine
+from optax_freeze._spec.plan_nodes import is_placeholder, register_as_static
 from optax_freeze._spec.selection import (
     FROZEN,
     TRAINABLE,
@@ -29,8 +31,6 @@ from optax_freeze._spec.selection import (
 from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.sharding import copy_like
-from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
-from optax_freeze._spec.static_node import is_placeholder, register_as_static
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -95,15 +95,15 @@ class Plan:
         return any(isinstance(selection, (DenseMask, DynamicRowIndex)) for selection in self.selections)
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[PlanLine]:
         """What is compared where a state is read."""
         return list(map(self.line, range(len(self.leaves))))
 
-    def line(self, i: int) -> Line:
+    def line(self, i: int) -> PlanLine:
         """The shape of a leaf, and which of its elements train."""
         leaf, selection = self.leaves[i], self.selections[i]
         told = f"a leaf of shape {leaf.shape} that {selection}"
-        return Line(leaf.path, told, (leaf.shape, record_of(selection)))
+        return PlanLine(leaf.path, told, (leaf.shape, record_of(selection)))
 
     def entries(self, *values: Sequence[Any]) -> Iterator[Any]:
         """For each leaf the leaf, its selection, and what lists of all leaves have for it."""

@@ -12,7 +12,7 @@ import optax
 
 from optax_freeze._errors import described, is_array, is_bool, is_concrete, type_error, value_error, with_article
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, Rows, elements
+from optax_freeze._spec.masks import ElementMask, StaticRows, elements
 from optax_freeze._spec.patterns import literal
 from optax_freeze._spec.selector_algebra import Choice, Selector, ask_without_values
 from optax_freeze._spec.tree import Leaf, PyTree
@@ -142,7 +142,7 @@ def _has_a_mapping_for_another(prefix: PyTree, params: PyTree) -> bool:
 
 def _as_rules(prefix: PyTree, paths: Sequence[str]) -> str:
     choices = [bool(each) if is_bool(each) else each for each in _tree.flatten(prefix, _is_choice)[0]]
-    if len(paths) > _WRITTEN or not all(isinstance(each, bool | Rows) for each in choices):
+    if len(paths) > _WRITTEN or not all(isinstance(each, bool | StaticRows) for each in choices):
         return f"fz.rules({{{literal(paths[0])!r}: ..., ...}})"
     pairs = (f"{literal(path)!r}: {choice!r}" for path, choice in zip(paths, choices, strict=True))
     return f"fz.rules({{{', '.join(pairs)}}})"

@@ -5,8 +5,8 @@ from typing import Any
 
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.part_source import mark_replaced
 from optax_freeze._spec.sharding import copy_like
-from optax_freeze._spec.source import mark_replaced
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import map_states
 

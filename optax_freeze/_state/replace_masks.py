@@ -10,24 +10,24 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, is_concrete, refuse_no_mapping, value_error
-from optax_freeze._optimizer.groups import GroupPlans
-from optax_freeze._optimizer.init_with import init_with
+from optax_freeze._optimizer.call_init import init_with
+from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements, elements
 from optax_freeze._spec.memory_kinds import to_memory_of
+from optax_freeze._spec.part_source import mark_replaced
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, first_match
 from optax_freeze._spec.sharding import copy_like
-from optax_freeze._spec.source import mark_replaced
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._state.carry import Carry
-from optax_freeze._state.entries import entries_of
+from optax_freeze._state.carried_values import CarriedValues
 from optax_freeze._state.kept_rows import with_rows
 from optax_freeze._state.own_states import masks_in, outermost_states, states_in
 from optax_freeze._state.row_axes import init_shapes
+from optax_freeze._state.state_entries import entries_of
 
 
 def replace_masks(
@@ -120,7 +120,7 @@ def replace_masks(
         [] if entry.address is None else [old if entry.leaf in new else old._replace(selection=entry.selection)]
         for entry, old in zip(entries, old_entries, strict=True)
     ]
-    values = Carry(entries, old_entries, sources, tx, params).values()
+    values = CarriedValues(entries, old_entries, sources, tx, params).values()
     replaced = jax.tree.unflatten(structure, map(_placed_as, values, arrays))
     for (path, array), (_, before) in zip(masks_in(replaced), masks_in(state), strict=True):
         mark_replaced(array, before, is_new=path in new)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._optimizer.groups import GroupPlans
-from optax_freeze._optimizer.init_with import eval_init, first_difference, init_with
+from optax_freeze._optimizer.call_init import eval_init, first_difference, init_with
+from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, shape_of_part

@@ -31,7 +31,7 @@ from optax_freeze._spec.selection import (
 )
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import outermost_states
-from optax_freeze._state.parameter_of import parameter_of
+from optax_freeze._state.owning_parameter import parameter_of
 
 _WRAPPERS = (FreezeState, FreezeWhenState, UnionState, optax.transforms.PartitionState, optax.MaskedState)
 

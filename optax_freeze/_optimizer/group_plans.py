@@ -12,17 +12,17 @@ import numpy as np
 
 from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
-from optax_freeze._optimizer.given_groups import GivenGroup
-from optax_freeze._optimizer.group_leaves import GroupLeaves
+from optax_freeze._optimizer.group_state import GroupLeaves
 from optax_freeze._optimizer.leaf_updates import zero
+from optax_freeze._optimizer.parse_groups import GivenGroup
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Choice, Elements, Rows, elements, rows
+from optax_freeze._spec.masks import Choice, Elements, StaticRows, elements, rows
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.plan_digest import Line
+from optax_freeze._spec.plan_digest import PlanLine
+from optax_freeze._spec.plan_nodes import register_as_static
 from optax_freeze._spec.resolve import Tied, plan_of_choices, register_with_flax
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
-from optax_freeze._spec.static_node import register_as_static
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._spec.untrainable import refuse_untrainable
 
@@ -52,15 +52,15 @@ class GroupPlans:
         return self.everything.leaves
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[PlanLine]:
         """What is compared where a state is read: what each group owns, and the conditions."""
         found = []
         for name, plan in zip([*self.names, None], self.plans, strict=True):
             group = "no group" if name is None else f"the group {name!r}"
             for line in map(plan.line, plan.own):
-                found.append(Line(line.path, f"in {group}, {line.told}", (name, line.exact)))
+                found.append(PlanLine(line.path, f"in {group}, {line.told}", (name, line.exact)))
         of_groups = zip(self.names, self.conditions, strict=True)
-        return found + [Line(name, str(condition), condition.recorded) for name, condition in of_groups]
+        return found + [PlanLine(name, str(condition), condition.recorded) for name, condition in of_groups]
 
     def without_masks(self) -> "GroupPlans":
         """The static part of the plans."""
@@ -217,7 +217,7 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
             a, b = jnp.asarray(before.array), jnp.asarray(mask.array)
             return elements(a | b, compact=mask.compact), elements(b & ~a, compact=mask.compact)
     ndim = len(leaf.shape or ()) or 1
-    if isinstance(before, Rows) and isinstance(mask, Rows) and before.axis % ndim == mask.axis % ndim:
+    if isinstance(before, StaticRows) and isinstance(mask, StaticRows) and before.axis % ndim == mask.axis % ndim:
         a, b = (_rows_named(each, leaf) for each in (before, mask))
         both, new = (rows(np.flatnonzero(named).tolist(), mask.axis) for named in (a | b, b & ~a))
         return both, new
@@ -230,7 +230,7 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
     )
 
 
-def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
+def _rows_named(mask: StaticRows, leaf: Leaf) -> np.ndarray:
     """Which rows a mask names, as booleans."""
     assert leaf.shape is not None
     with jax.ensure_compile_time_eval():
