@@ -177,7 +177,7 @@ _BY_FILE = {
     ],
     ("_optimizer/coupled_update.py", "tests/optimizer/test_freeze_when.py"): [
         ("own), _without_frozen_groups(call, frozen, own)", "own), call", "-k over_the_groups"),
-        ("{name: of_others(fn) for name", "{name: fn for name", "-k over_the_groups"),
+        ("zeroed_tree, with_frozen)", "zeroed_tree)", "-k over_the_groups"),
     ],
     ("_optimizer/parse_groups.py", "tests/optimizer/test_freeze_when.py"): [
         ("is_each = isinstance(key, Each)", "is_each = False", "-k group_of_each_path"),

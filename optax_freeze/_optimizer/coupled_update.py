@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import optax
 
+from optax_freeze._optimizer.extra_args import OF_PARAMS, mapped
 from optax_freeze._optimizer.group_plans import GroupPlans
-from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate
+from optax_freeze._optimizer.inner_update import Inner, InnerUpdate
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import replaced, zeroed
 from optax_freeze._spec.selection import Selection
@@ -30,18 +31,12 @@ def _without_frozen_groups(call: InnerUpdate, frozen: Sequence[Any], own: Sequen
         values, treedef = _tree.flatten_beside(call.treedef, tree)
         return jax.tree.unflatten(treedef, zeroed(values, frozen, own)) if treedef == call.treedef else tree
 
-    def of_others(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def with_frozen(fn: Callable[..., Any]) -> Callable[..., Any]:
         def called(params: PyTree, *args: Any, **kwargs: Any) -> Any:
             values, treedef = _tree.flatten(params)
             return fn(jax.tree.unflatten(treedef, replaced(values, call.olds, frozen, own)), *args, **kwargs)
 
-        return called
+        return fn if call.params is None else called
 
-    extra_args = dict(call.extra_args)
-    if "grad" in extra_args:
-        extra_args["grad"] = zeroed_tree(extra_args["grad"])
-    if call.params is not None:
-        extra_args |= {name: of_others(fn) for name, fn in extra_args.items() if name in OF_PARAMS and callable(fn)}
-    if callable(grad_fn := extra_args.get("grad_fn")):
-        extra_args["grad_fn"] = lambda *args, **kwargs: zeroed_tree(grad_fn(*args, **kwargs))
-    return call._replace(extra_args=extra_args)
+    of_loss = {name: x for name, x in call.extra_args.items() if name in ("grad", *OF_PARAMS)}
+    return call._replace(extra_args={**call.extra_args, **mapped(of_loss, zeroed_tree, with_frozen)})

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from optax_freeze._errors import described, type_error
+from optax_freeze._optimizer.extra_args import mapped
 from optax_freeze._optimizer.outer_transformation import around, as_parts, refuse_updates_of_another, remember
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.tree import PyTree
@@ -67,9 +68,7 @@ class Update:
         if trains:
             refuse_updates_of_another(updates, state.differs)
         parts = lambda tree: as_parts(tree, outer)  # noqa: E731
-        extra_args = {name: parts(value) for name, value in extra_args.items()}
-        if outer is not None and callable(grad_fn := extra_args.get("grad_fn")):
-            extra_args["grad_fn"] = lambda *args, **kwargs: parts(grad_fn(*args, **kwargs))
+        extra_args = extra_args if outer is None else mapped(extra_args, parts)
         new, next_state = self.run(parts(updates), state, parts(params), extra_args, in_place=False)
         new = new if outer is None else _tree.as_arrays(new)
         if trains:
