@@ -126,13 +126,7 @@ def make_group_plans(
     made: dict[str, tuple[GivenGroup, Plan]] = {}
     for group in groups if leaves else ():
         selected = _selected(group, leaves)
-        if group.mask is not None and getattr(group.mask, "keep_state", False):
-            what = "a group of fz.freeze_when has no rows that keep their state"
-            expected, fix = (
-                "rows without keep_state",
-                "fz.freeze(optimizer, {path: mask}), without groups for this leaf",
-            )
-            raise value_error(what, at=group.name, got=repr(group.mask), expected=expected, fix=fix)
+        _refuse_kept_rows(group)
         refuse_untrainable(True if group.mask is None else group.mask, [leaves[i] for i in selected])
         owned = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
         pairs = [
@@ -140,26 +134,12 @@ def make_group_plans(
             for name, numbers in owned
         ]
         if all(plan.all_frozen for _, plan in pairs) and all(leaves[i].inexact for i in selected):
-            at, got, fix = group.name, "a selector that selects nothing", "correct the pattern"
-            if selected:
-                at, fix = leaves[selected[0]].path, "put the narrower group first, or remove this group"
-                got = f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
-            what, expected = (
-                f"the group {group.name!r} is empty",
-                "at least one element that is not in an earlier group",
-            )
-            raise value_error(what, at=at, got=got, expected=expected, fix=fix)
+            raise _empty(group, [leaves[i].path for i in selected])
         for name, plan in pairs:
             if group.each and plan.all_frozen:
                 continue
             if name in made:
-                raise value_error(
-                    "two groups have the same name",
-                    at=name,
-                    got=f"elements of this leaf in {made[name][0].name} and in {group.name}",
-                    expected="at most one group that is named by the path of the leaf",
-                    fix=f"name the other group by a selector: fz.path({name!r})",
-                )
+                raise _same_name(name, made[name][0], group)
             made[name] = group, plan
     latest = latest if everything.is_placeholder else None
     if not leaves:
@@ -171,6 +151,29 @@ def make_group_plans(
     owners = [group for group, _ in made.values()]
     keys, conditions = tuple(group.name for group in owners), tuple(group.condition for group in owners)
     return GroupPlans(tuple(made), keys, conditions, everything, plans)
+
+
+def _refuse_kept_rows(group: GivenGroup) -> None:
+    if getattr(group.mask, "keep_state", False):
+        what = "a group of fz.freeze_when has no rows that keep their state"
+        fix = "fz.freeze(optimizer, {path: mask}), without groups for this leaf"
+        raise value_error(what, at=group.name, got=repr(group.mask), expected="rows without keep_state", fix=fix)
+
+
+def _empty(group: GivenGroup, selected: Sequence[str]) -> ValueError:
+    at, got, fix = group.name, "a selector that selects nothing", "correct the pattern"
+    if selected:
+        at, fix = selected[0], "put the narrower group first, or remove this group"
+        got = f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
+    expected = "at least one element that is not in an earlier group"
+    return value_error(f"the group {group.name!r} is empty", at=at, got=got, expected=expected, fix=fix)
+
+
+def _same_name(name: str, first: GivenGroup, second: GivenGroup) -> ValueError:
+    got = f"elements of this leaf in {first.name} and in {second.name}"
+    expected = "at most one group that is named by the path of the leaf"
+    fix = f"name the other group by a selector: fz.path({name!r})"
+    return value_error("two groups have the same name", at=name, got=got, expected=expected, fix=fix)
 
 
 def _selected(group: GivenGroup, leaves: Sequence[Leaf]) -> list[int]:

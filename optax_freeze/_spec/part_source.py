@@ -34,7 +34,15 @@ class PartSource:
     time: int = dataclasses.field(default=0, compare=False, repr=False)  # when the `Part` was there at the latest
 
     def around(self, children: Any) -> "PartSource":
-        """The source of a ``Part`` with these children: as an argument of another program it may have other rows."""
+        """The source of a ``Part`` with these children: as an argument of another program it may have other rows.
+
+        ``Part.tree_unflatten`` calls it and so is not pure: it reads a clock, and what JAX traces now. Its results have
+        the same arrays and are equal (``array``, ``trace`` and ``time`` are not compared); they differ in which wrong
+        rows are noticed later. A pure function would miss some. Whoever reads a ``Part`` could ask for the trace, but
+        not when it left a jitted function, where JAX calls nothing else: rows that were replaced since then would pass
+        for its own. A note about its arrays is lost there, since these are new objects; and static data are those of
+        the first call of the program, for all calls.
+        """
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(children))
         if self.trace == _current_trace() if is_traced else self.array is not None:
             return self

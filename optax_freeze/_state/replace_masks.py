@@ -81,16 +81,7 @@ def replace_masks(
     shapes = init_shapes(tx, params)
     fix = "give the optimizer and the parameters of this state; for another spec, fz.migrate(state, tx, params)"
     _tree.refuse_other_paths(_tree.paths(state), _tree.paths(shapes.state), "fz.replace_masks: the state", fix)
-    nodes = (map(_tree.bare, _tree.flatten(tree)[0]) for tree in (state, shapes.state))
-    for path, got, expected in zip(_tree.paths(state), *nodes, strict=True):
-        if np.shape(got) != np.shape(expected):
-            raise value_error(
-                "fz.replace_masks: the state has other shapes than that of `tx`",
-                at=path,
-                got=described(got),
-                expected=f"shape {expected.shape}, as from tx.init(params)",
-                fix=fix,
-            )
+    _refuse_other_shapes(state, shapes.state, fix)
     olds = [old._replace(plan=new.plan) for new, old in zip(states_in(shapes.state), states_in(state), strict=True)]
     plans = [old.current_plan for old in olds]
     leaves = {leaf.path: leaf for each in plans for leaf in each.leaves}
@@ -125,6 +116,19 @@ def replace_masks(
     for (path, array), (_, before) in zip(masks_in(replaced), masks_in(state), strict=True):
         mark_replaced(array, before, is_new=path in new)
     return with_rows(replaced, numbers)
+
+
+def _refuse_other_shapes(state: PyTree, own: PyTree, fix: str) -> None:
+    nodes = (map(_tree.bare, _tree.flatten(tree)[0]) for tree in (state, own))
+    for path, got, expected in zip(_tree.paths(state), *nodes, strict=True):
+        if np.shape(got) != np.shape(expected):
+            raise value_error(
+                "fz.replace_masks: the state has other shapes than that of `tx`",
+                at=path,
+                got=described(got),
+                expected=f"shape {expected.shape}, as from tx.init(params)",
+                fix=fix,
+            )
 
 
 def _refuse_several_parts(paths: Collection[str], state: PyTree) -> None:

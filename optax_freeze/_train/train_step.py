@@ -93,16 +93,7 @@ def train_step(
         except ValueError as error:
             if not states_in(params):
                 raise
-            swapped = not states_in(state)
-            raise value_error(
-                "the parameters and the state are swapped" if swapped else "a whole training state as the parameters",
-                at="step",
-                got="a state of an optimizer"
-                + " as the first argument" * swapped
-                + " in the parameters" * (not swapped),
-                expected="step(params, state, *args)",
-                fix="swap the first two arguments" if swapped else "step(state.params, state.opt_state, *args)",
-            ) from error
+            raise _other_arguments(swapped=not states_in(state)) from error
         value_fn = (lambda params: of_params(params)[0]) if has_aux else of_params
         known = {
             "value": value[0] if has_aux else value,
@@ -134,6 +125,16 @@ def train_step(
         return new, new_state, value
 
     return step
+
+
+def _other_arguments(*, swapped: bool) -> ValueError:
+    """The error for the state of an optimizer in the first argument, if the second is the parameters or a batch."""
+    what, got = "a whole training state as the parameters", "a state of an optimizer in the parameters"
+    fix = "step(state.params, state.opt_state, *args)"
+    if swapped:
+        what, got = "the parameters and the state are swapped", "a state of an optimizer as the first argument"
+        fix = "swap the first two arguments"
+    return value_error(what, at="step", got=got, expected="step(params, state, *args)", fix=fix)
 
 
 def _needed(given: Sequence[str], update: Callable[[Sequence[str]], Any]) -> list[str] | None:
