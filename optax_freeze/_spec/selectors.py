@@ -101,7 +101,7 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
       TypeError: if ``fn`` is not callable; when used, if ``fn`` looks at values or does not return a bool.
 
     Example:
-      >>> import optax_freeze as fz
+      >>> import numpy as np, optax_freeze as fz
       >>> params = {"kernel": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)}
       >>> fz.resolve(params, fz.where(lambda path, leaf: leaf.ndim == 1))
       {'bias': True, 'kernel': False}
