@@ -31,6 +31,7 @@ Aux = TypeVar("Aux")
 Tree = TypeVar("Tree", bound=Any)  # with the bound `object`, type checkers would give lambda arguments that type
 
 
+@restricts
 def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
     """Turns a function of all parameters into a function of the trainable parameters.
 
@@ -241,7 +242,6 @@ def value_and_grad_from_state(
     return value_and_grad_fn
 
 
-@restricts
 def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
     """:func:`restrict` without checks."""
 

@@ -4,14 +4,16 @@ Optimizers stand below gradients, which read the program of the function, so the
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from optax_freeze._spec.tree import PyTree
+
+Way = TypeVar("Way", bound=Callable[..., Any])
 
 _RESTRICT: list[Callable[[Callable[..., Any], PyTree], Callable[..., Any]]] = []
 
 
-def restricts(way: Callable[..., Any]) -> Callable[..., Any]:
+def restricts(way: Way) -> Way:
     """Makes ``way(fun, rest)`` what :func:`restricted` calls; it reads programs, which files here cannot do."""
     _RESTRICT.append(way)
     return way
