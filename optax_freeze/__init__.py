@@ -17,7 +17,6 @@ from optax_freeze._spec.labels import labels as labels
 from optax_freeze._spec.labels import labels_by_path as labels_by_path
 from optax_freeze._spec.labels import layerwise_decay as layerwise_decay
 from optax_freeze._spec.merge_pretrained import merge_pretrained as merge_pretrained
-from optax_freeze._spec.apply_updates import apply_updates as apply_updates
 from optax_freeze._spec.partition import combine as combine
 from optax_freeze._spec.partition import partition as partition
 from optax_freeze._spec.partition import stop_gradient as stop_gradient
@@ -34,23 +33,26 @@ from optax_freeze._gradient.explain import explain as explain
 from optax_freeze._optimizer.freeze import freeze as freeze
 from optax_freeze._optimizer.freeze import masked_zero_updates as masked_zero_updates
 from optax_freeze._optimizer.convergence import freeze_converged as freeze_converged
+from optax_freeze._optimizer.apply_updates import apply_updates as apply_updates
 from optax_freeze._optimizer.update_params import update_params as update_params
-from optax_freeze._optimizer.schedules import alternate as alternate
-from optax_freeze._optimizer.schedules import freeze_at as freeze_at
-from optax_freeze._optimizer.schedules import gradual_unfreeze as gradual_unfreeze
-from optax_freeze._optimizer.schedules import unfreeze_at as unfreeze_at
-from optax_freeze._optimizer.given_groups import each as each
+from optax_freeze._optimizer.step_conditions import alternate as alternate
+from optax_freeze._optimizer.step_conditions import freeze_at as freeze_at
+from optax_freeze._optimizer.step_conditions import gradual_unfreeze as gradual_unfreeze
+from optax_freeze._optimizer.step_conditions import unfreeze_at as unfreeze_at
+from optax_freeze._optimizer.parse_groups import each as each
 from optax_freeze._optimizer.freeze_when import freeze_when as freeze_when
 from optax_freeze._optimizer.union import union as union
 
 # Reading and changing optimizer states.
 from optax_freeze._state.replace_masks import replace_masks as replace_masks
 from optax_freeze._state.spec_of import spec_of as spec_of
-from optax_freeze._state.train_step import train_step as train_step
-from optax_freeze._state.shardings import state_shardings as state_shardings
+from optax_freeze._state.state_shardings import state_shardings as state_shardings
 from optax_freeze._state.set_frozen import currently_frozen as currently_frozen
 from optax_freeze._state.set_frozen import set_frozen as set_frozen
 from optax_freeze._state.migrate import migrate as migrate
+
+# A whole training step.
+from optax_freeze._train.train_step import train_step as train_step
 
 # Frozen parameters in host memory, or in fewer bits.
 from optax_freeze._memory.cast import cast as cast

@@ -24,7 +24,7 @@ import optax_freeze as fz
 from optax_freeze._errors import described, in_one_line, printable, value_error
 from optax_freeze._report.stored_shapes import latest_step, stored_shapes
 from optax_freeze._spec import tree as _tree
-from optax_freeze._verify.base_record import is_key
+from optax_freeze._verify.saved_base import is_key
 from optax_freeze.checkpoint._record import mask_struct, read_record, reading, spec_of
 
 _EXAMPLES = """\

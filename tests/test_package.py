@@ -115,6 +115,23 @@ def test_no_module_imports_itself_through_others():
     ).prepare()  # raises CycleError
 
 
+def test_freeze_needs_little_and_no_folder_stands_high():
+    reached, left = set(), ["_optimizer.freeze"]
+    while left:
+        reached.add(module := left.pop())
+        left += imported_by(module, with_types=False) - reached
+    assert {name.partition(".")[0] for name in reached} == {"_errors", "_jax_internals", "_spec", "_optimizer"}
+    assert sum(len(MODULES[name].read_text().splitlines()) for name in reached) <= 5600
+    below = {module.partition(".")[0]: set() for module in MODULES}
+    for module in MODULES:
+        folder = module.partition(".")[0]
+        below[folder] |= {name.partition(".")[0] for name in imported_by(module)} - {folder}
+    level = {}
+    for folder in graphlib.TopologicalSorter(below).static_order():
+        level[folder] = 1 + max((level[other] for other in below[folder]), default=0)
+    assert max(level.values()) <= 9
+
+
 def test_the_architecture_has_a_reason_for_each_long_file():
     reasons = re.search(r"^A file of more than 300 lines .*?\n\n", PAGE, re.MULTILINE | re.DOTALL)[0]
     long = (path for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 300)

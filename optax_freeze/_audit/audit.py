@@ -9,7 +9,7 @@ from optax_freeze._audit.optimizer_step import ExtraArgs, GivenGradients, Optimi
 from optax_freeze._audit.report import Audit
 from optax_freeze._audit.runs import Runs
 from optax_freeze._errors import is_number, value_error, whole_number
-from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
+from optax_freeze._optimizer.transformation import as_transformation, is_optimizer
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, make_plan, warn_of_no_proof
 from optax_freeze._spec.selection import TRAINABLE

@@ -19,9 +19,8 @@ from optax_freeze._audit.reactions import Answer, Gradient, changed, differences
 from optax_freeze._audit.step import State, Step
 from optax_freeze._errors import is_array
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
-from optax_freeze._optimizer.no_update import zero
+from optax_freeze._optimizer.leaf_updates import is_nothing, zero
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.apply_updates import is_nothing
 from optax_freeze._spec.memory_kinds import on_device, to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import FreezeWarning

@@ -19,7 +19,7 @@ from optax_freeze._errors import in_one_line, is_array
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
 from optax_freeze._spec.tree import Part
-from optax_freeze._state.entries import Entry
+from optax_freeze._state.state_entries import Entry
 
 if TYPE_CHECKING:
     from optax_freeze._audit.changed_gradients import ChangedGradients

@@ -26,8 +26,8 @@ from optax_freeze._spec.resolve import Spec, choose, make_plan, warn_of_no_proof
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Part, PyTree
-from optax_freeze._state.entries import Entry, entries_of
 from optax_freeze._state.own_states import outermost_states, states_in
+from optax_freeze._state.state_entries import Entry, entries_of
 
 _LATER = 100, 1000, 720_719_999, 720_720_000
 

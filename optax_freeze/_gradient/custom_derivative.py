@@ -14,9 +14,9 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from optax_freeze._program.regions import zeros
 from optax_freeze._program.trace import is_inexact
 from optax_freeze._program.traced_function import as_array
+from optax_freeze._spec.sharding import zeros
 from optax_freeze._spec.tree import PyTree
 
 

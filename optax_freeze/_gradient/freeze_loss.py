@@ -10,7 +10,7 @@ from jax.core import Tracer
 from optax_freeze._errors import value_error
 from optax_freeze._gradient.argnums import of_parameters, refuse_several
 from optax_freeze._gradient.grad import plan_of, refuse_no_function
-from optax_freeze._gradient.group_gradients import GroupSpec
+from optax_freeze._spec.group_spec import GroupSpec
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.selection import DynamicRowIndex

@@ -15,11 +15,13 @@ import optax
 from optax_freeze._errors import described, type_error
 from optax_freeze._gradient.argnums import of_parameters, refuse_several
 from optax_freeze._gradient.dense_gradient import value_and_grad_of_plan
-from optax_freeze._gradient.group_gradients import GroupSpec, value_and_grad_of_groups
+from optax_freeze._gradient.group_gradients import value_and_grad_of_groups
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.group_spec import GroupSpec
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
+from optax_freeze._spec.restricted import restricts
 from optax_freeze._spec.selector_algebra import Selector
 from optax_freeze._spec.tree import Part, PyTree
 
@@ -29,6 +31,7 @@ Aux = TypeVar("Aux")
 Tree = TypeVar("Tree", bound=Any)  # with the bound `object`, type checkers would give lambda arguments that type
 
 
+@restricts
 def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
     """Turns a function of all parameters into a function of the trainable parameters.
 

@@ -20,17 +20,7 @@ from optax_freeze._gradient.gradient_program import GradientProgram, gradient_pr
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, types_of
 from optax_freeze._jax_internals import ClosedJaxpr, evaluate_program, lacks_reverse_mode, needs_value
 from optax_freeze._program.host_array import HostArray
-from optax_freeze._program.regions import (
-    EVERYTHING,
-    Values,
-    cast_to_vary,
-    names_of,
-    numbers_of,
-    region_of,
-    varies,
-    zero_outside,
-    zeros,
-)
+from optax_freeze._program.regions import EVERYTHING, Values, names_of, numbers_of, region_of, zero_outside
 from optax_freeze._program.tasks import ALWAYS, Context, Schedule
 from optax_freeze._program.trace import is_inexact
 from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced
@@ -38,7 +28,7 @@ from optax_freeze._program.walk import schedule
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.partition import assemble, put_part
 from optax_freeze._spec.selection import RowSelection
-from optax_freeze._spec.sharding import eval_types
+from optax_freeze._spec.sharding import cast_to_vary, eval_types, varies, zeros
 from optax_freeze._spec.tree import PyTree, Rest
 
 T = TypeVar("T")

@@ -16,8 +16,9 @@ from jax.interpreters import ad, batching, mlir
 from optax_freeze._gradient.custom_derivative import bind_tangents
 from optax_freeze._jax_internals import is_known_primitive
 from optax_freeze._program.operations import ELEMENTWISE, computation, each_result, rule
-from optax_freeze._program.regions import EVERYTHING, Region, Rows, zeros
+from optax_freeze._program.regions import EVERYTHING, Region, Rows
 from optax_freeze._program.trace import Equation, Program, is_inexact
+from optax_freeze._spec.sharding import zeros
 
 
 def without_gradient(

@@ -9,7 +9,7 @@ import numpy as np
 
 from optax_freeze._errors import described, is_array, type_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.conversion import converted
+from optax_freeze._spec.dtype_conversion import converted
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.tree import PyTree, Rest

@@ -8,7 +8,7 @@ from jax.core import Tracer
 
 from optax_freeze._errors import value_error
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
-from optax_freeze._optimizer.group_leaves import GroupState
+from optax_freeze._optimizer.group_state import GroupState
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import map_states

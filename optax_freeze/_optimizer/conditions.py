@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, type_error, value_error
-from optax_freeze._optimizer.schedules import NamedSchedule
+from optax_freeze._optimizer.step_conditions import NamedSchedule
 from optax_freeze._spec.tree import PyTree
 
 

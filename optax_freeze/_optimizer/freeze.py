@@ -14,23 +14,22 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
-from optax_freeze._optimizer.around import around, as_parts
-from optax_freeze._optimizer.as_transformation import as_transformation, is_optimizer
-from optax_freeze._optimizer.called_trees import saying_what_optax_calls
-from optax_freeze._optimizer.init_with import changed, with_own_buffers
+from optax_freeze._optimizer.accepted_plans import AcceptedPlans, refuse_other_selections
+from optax_freeze._optimizer.call_init import changed, with_own_buffers
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
 from optax_freeze._optimizer.kept_state import KeptState, refuse_part_of_kept
+from optax_freeze._optimizer.leaf_updates import negative_zero, zero
 from optax_freeze._optimizer.nnx_variables import stored
-from optax_freeze._optimizer.no_update import negative_zero, zero
-from optax_freeze._optimizer.plan_in_state import AcceptedPlans, refuse_other_selections
-from optax_freeze._optimizer.update_params import Update
+from optax_freeze._optimizer.optax_call_errors import saying_what_optax_calls
+from optax_freeze._optimizer.outer_transformation import around, as_parts
+from optax_freeze._optimizer.transformation import Update, as_transformation, is_optimizer
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
 from optax_freeze._spec.selection import FROZEN, DynamicRowIndex, Selection
-from optax_freeze._spec.source import refuse_other_rows
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -167,7 +166,7 @@ def freeze(
         warn_of_extent(plan, params, frozen, stacklevel=2)
         values = _tree.flatten(params)[0]
         warn_of_leaves(values, plan, plan, tied, stacklevel=2)
-        for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
+        for leaf, selection, value in plan.entries(values):
             if isinstance(value, Part) and selection.in_part:
                 refuse_part_of_kept(value, leaf, selection)
                 refuse_other_leaf(value, leaf, selection, "params")
@@ -199,8 +198,8 @@ def freeze(
         if not in_place:
             [changes] = new
             selections = [FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]
-            leaves = zip(selections, plan.leaves, changes, call.grads, call.olds, strict=True)
-            new = [updated_leaf(*leaf, full_updates) for leaf in leaves]
+            each = zip(plan.leaves, selections, changes, call.grads, call.olds, strict=True)
+            new = [updated_leaf(*its, full_updates) for its in each]
             new = jax.tree.unflatten(call.treedef, plan.with_sources(new, call.grads))
         return new, state._replace(inner_state=inner_state)
 
@@ -225,7 +224,7 @@ def _refuse_other_spec(plan: Plan, frozen: Spec, tree: PyTree) -> None:
     refuse_other_selections(plan, own, "a different spec")
 
 
-def updated_leaf(selection: Selection, leaf: Leaf, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
+def updated_leaf(leaf: Leaf, selection: Selection, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
     """The update of a leaf from the one of the inner optimizer, ``new``; ``update`` and ``param`` are as given."""
     if selection is FROZEN:
         return zero(leaf, update, param) if full_updates else _tree.MASKED_NODE

@@ -5,9 +5,8 @@ condition decides, from the step and values of the program. Each group has an op
 change while the group is frozen.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +14,33 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, value_error
-from optax_freeze._gradient.group_gradients import GradientOfGroups, replaced, zeroed
-from optax_freeze._optimizer.around import around, as_parts
-from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.called_trees import saying_what_optax_calls
+from optax_freeze._optimizer.accepted_plans import AcceptedPlans, other_transformation, refuse_other_selections
+from optax_freeze._optimizer.call_init import changed, with_own_buffers
 from optax_freeze._optimizer.conditions import decide, global_norm
-from optax_freeze._optimizer.given_groups import GivenGroup, parse_groups
-from optax_freeze._optimizer.group_leaves import GroupLeaves, GroupState
-from optax_freeze._optimizer.groups import GroupPlans, make_group_plans
-from optax_freeze._optimizer.init_with import changed, with_own_buffers
-from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate, init_group, init_inner
+from optax_freeze._optimizer.coupled_update import update_coupled
+from optax_freeze._optimizer.group_plans import GroupPlans, make_group_plans, register_groups_with_flax
+from optax_freeze._optimizer.group_state import GroupState
+from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_group, init_inner
 from optax_freeze._optimizer.nnx_variables import stored
-from optax_freeze._optimizer.plan_in_state import AcceptedPlans, other_transformation, refuse_other_selections
-from optax_freeze._optimizer.update_params import Update
+from optax_freeze._optimizer.optax_call_errors import saying_what_optax_calls
+from optax_freeze._optimizer.outer_transformation import around, as_parts
+from optax_freeze._optimizer.parse_groups import GivenGroup, parse_groups
+from optax_freeze._optimizer.transformation import Update, as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.masks import DynamicRows, Elements
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Tied, register_with_flax
-from optax_freeze._spec.selection import Selection
+from optax_freeze._spec.resolve import Tied
 from optax_freeze._spec.tree import PyTree
+
+
+class GradientOfGroups(Protocol):
+    """A gradient that is computed in the update: that of a group where the group is updated, or all at once."""
+
+    frozen: list[Any]  # whether each group and the rest is frozen, known after parameters of it have been read
+
+    def of_group(self, n: int) -> dict[int, Any]: ...
+    def tree(self) -> PyTree: ...
 
 
 class FreezeWhenState(NamedTuple):
@@ -128,23 +134,10 @@ def freeze_when(
             group.condition.check()
         params = as_parts(params, around())
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
-        values, treedef = _tree.flatten(params)
-        warn_of_leaves(values, plans.everything, plans.plans[-1], tied, stacklevel=2)
+        warn_of_leaves(_tree.flatten(params)[0], plans.everything, plans.plans[-1], tied, stacklevel=2)
         has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
-        own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
-        plans = plans.with_masks(own)
-        *of_groups, rest = plans.plans
-        states = [_init(inner, plan, params, init_group) for plan in of_groups]
-        ungrouped_state = _init(inner, rest, params)
-        coupled_state = () if coupled is None else _init(coupled, plans.everything, params)
-        group_states = {
-            name: GroupState(condition.initial(), stored(plan, treedef, masks) if has else (), state)
-            for name, condition, has, plan, masks, state in zip(
-                plans.names, plans.conditions, has_array, of_groups, own, states, strict=True
-            )
-        }
-        plan = accepted.add(plans.without_masks())
-        state = FreezeWhenState(jnp.zeros([], jnp.int32), plan, group_states, ungrouped_state, coupled_state)
+        state = _initial_state(inner, coupled, plans, has_array, params)
+        accepted.add(state.plan)
         return with_own_buffers(state, params)
 
     def of_groups(
@@ -174,10 +167,7 @@ def freeze_when(
         frozen = list(frozen_groups(state).values())
         grads, coupled_state = call.grads, state.coupled_state
         if coupled is not None:
-            everything, own = plans.everything, [plan.selections for plan in plans.plans]
-            grads, of_coupled = zeroed(grads, frozen, own), _without_frozen_groups(call, frozen, own)
-            none = everything.all_frozen
-            grads, coupled_state = of_coupled.run(Inner(coupled), everything, coupled_state, none, grads)
+            grads, coupled_state = update_coupled(coupled, call, plans, frozen, coupled_state)
 
         def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
             own, norm = call.grads, jnp.zeros([], jnp.float32)
@@ -226,40 +216,26 @@ def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
 _ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: fz.grad(loss, fz.spec_of(state))"
 
 
-def _without_frozen_groups(call: InnerUpdate, frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> InnerUpdate:
-    """The call of ``coupled``: its extra arguments are about a loss in which frozen groups are constants."""
-
-    def zeroed_tree(tree: PyTree) -> PyTree:
-        values, treedef = _tree.flatten_beside(call.treedef, tree)
-        return jax.tree.unflatten(treedef, zeroed(values, frozen, own)) if treedef == call.treedef else tree
-
-    def of_others(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def called(params: PyTree, *args: Any, **kwargs: Any) -> Any:
-            values, treedef = _tree.flatten(params)
-            return fn(jax.tree.unflatten(treedef, replaced(values, call.olds, frozen, own)), *args, **kwargs)
-
-        return called
-
-    extra_args = dict(call.extra_args)
-    if "grad" in extra_args:
-        extra_args["grad"] = zeroed_tree(extra_args["grad"])
-    if call.params is not None:
-        extra_args |= {name: of_others(fn) for name, fn in extra_args.items() if name in OF_PARAMS and callable(fn)}
-    if callable(grad_fn := extra_args.get("grad_fn")):
-        extra_args["grad_fn"] = lambda *args, **kwargs: zeroed_tree(grad_fn(*args, **kwargs))
-    return call._replace(extra_args=extra_args)
-
-
-def register_groups_with_flax() -> None:
-    """:func:`optax_freeze._spec.resolve.register_with_flax` for the nodes of a state of groups."""
-    register_with_flax(GroupPlans)
-    if serialization := sys.modules.get("flax.serialization"):
-
-        def restored(leaves: GroupLeaves, state: Any) -> GroupLeaves:
-            return GroupLeaves(serialization.from_state_dict(dict(leaves), state))
-
-        to_dict = lambda leaves: serialization.to_state_dict(dict(leaves))  # noqa: E731
-        serialization.register_serialization_state(GroupLeaves, to_dict, restored, override=True)
+def _initial_state(
+    inner: optax.GradientTransformation,
+    coupled: optax.GradientTransformation | None,
+    plans: GroupPlans,
+    has_array: Sequence[bool],
+    params: PyTree,
+) -> FreezeWhenState:
+    """The state of these groups; ``has_array`` says whose masks are arrays, which their states hold."""
+    values, treedef = _tree.flatten(params)
+    own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
+    plans = plans.with_masks(own)
+    *of_groups, rest = plans.plans
+    groups = {}
+    for name, condition, has, plan, masks in zip(plans.names, plans.conditions, has_array, of_groups, own, strict=True):
+        state = _init(inner, plan, params, init_group)
+        groups[name] = GroupState(condition.initial(), stored(plan, treedef, masks) if has else (), state)
+    coupled_state = () if coupled is None else _init(coupled, plans.everything, params)
+    ungrouped_state = _init(inner, rest, params)
+    step = jnp.zeros([], jnp.int32)
+    return FreezeWhenState(step, plans.without_masks(), groups, ungrouped_state, coupled_state)
 
 
 def _init(

@@ -10,19 +10,19 @@ import optax
 from jax.core import Tracer
 
 from optax_freeze._errors import counted, in_one_line, type_error, value_error
-from optax_freeze._gradient.grad import restrict
-from optax_freeze._optimizer.around import Around, inside
-from optax_freeze._optimizer.group_leaves import closed, is_tree, opened, without_others
-from optax_freeze._optimizer.init_with import init_of
+from optax_freeze._optimizer.call_init import init_of
+from optax_freeze._optimizer.extra_args import OF_PARAMS, mapped
+from optax_freeze._optimizer.group_state import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.kept_state import KeptRows, KeptState
+from optax_freeze._optimizer.leaf_updates import updated
 from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.nnx_variables import as_before, called_with, stored, stored_state, values_in
-from optax_freeze._optimizer.update_unless import unless, update_unless
+from optax_freeze._optimizer.outer_transformation import Around, inside
+from optax_freeze._optimizer.skip_update import unless, update_unless
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.apply_updates import updated
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
-from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.restricted import restricted
 from optax_freeze._spec.selection import Selection, shape_of_part
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
@@ -266,43 +266,36 @@ def _in_memory(update: Any) -> Any:
 def _without_frozen(extra_args: dict[str, Any], plan: Plan, treedef: Any, params: PyTree | None) -> dict[str, Any]:
     """The extra arguments of an inner optimizer: what has the structure of the gradients loses its frozen part."""
 
-    def trainable_of(tree: PyTree) -> PyTree:
+    def trainable(tree: PyTree) -> PyTree:
         values, structure = _tree.flatten(tree) if tree is None else _tree.flatten_beside(treedef, tree)
         # A scalar beside a lone leaf has its structure, too.
         if structure != treedef or (len(values) == 1 and jnp.shape(values[0]) != plan.leaves[0].shape):
             return tree
-        values = [_beside_part(*each) for each in zip(values, plan.leaves, plan.selections, strict=True)]
+        values = [_beside_part(*each) for each in plan.entries(values)]
         return values_in(plan.trainable(treedef, values), plan)
 
-    of_params = {name: fn for name, fn in extra_args.items() if name in OF_PARAMS and callable(fn)}
-    if params is not None and of_params:
-        structure, rest = _tree.flatten(params)[1], values_in(split(params, plan)[1], plan)
+    if params is None or not any(callable(extra_args.get(name)) for name in OF_PARAMS):
+        return {name: value if name in OF_PARAMS else trainable(value) for name, value in extra_args.items()}
+    values, structure = _tree.flatten(params)
+    rest = values_in(jax.tree.unflatten(structure, plan.rest(values)), plan)
 
-        def of_full(fn: Callable[..., Any]) -> Callable[..., Any]:
-            """``fn``, called as code of the user with the containers of the parameters."""
-            call = inside(None, fn)
+    def restrict(fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn`` of the trainable part, called as code of the user with the containers of the parameters."""
+        call = inside(None, fn)
 
-            @functools.wraps(call)
-            def called(full: PyTree, *args: Any, **kwargs: Any) -> Any:
-                return call(structure.unflatten(_tree.flatten(full)[0]), *args, **kwargs)
+        @functools.wraps(call)
+        def called(full: PyTree, *args: Any, **kwargs: Any) -> Any:
+            return call(structure.unflatten(_tree.flatten(full)[0]), *args, **kwargs)
 
-            return called
+        return restricted(called, rest)
 
-        of_params = {name: restrict(of_full(fn), rest) for name, fn in of_params.items()}
-        if grad_fn := of_params.get("grad_fn"):
-            of_params["grad_fn"] = lambda *args, **kwargs: trainable_of(grad_fn(*args, **kwargs))
-    others = {name: value if name in OF_PARAMS else trainable_of(value) for name, value in extra_args.items()}
-    return others | of_params
+    return mapped(extra_args, trainable, restrict)
 
 
-def _beside_part(value: Any, leaf: Leaf, selection: Selection) -> Any:
+def _beside_part(leaf: Leaf, selection: Selection, value: Any) -> Any:
     """A scalar for a leaf becomes a scalar beside its trainable part; other values are taken apart like the leaf."""
     is_number = isinstance(value, (int, float, complex)) or getattr(value, "shape", None) == ()
     if not selection.in_part or not leaf.shape or not is_number:
         return value
     index = selection.part_index
     return jnp.full(leaf.shape, value) if index is None else Part(value, index, leaf.shape)
-
-
-OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
-"""Extra arguments that Optax's transformations call with the parameters."""

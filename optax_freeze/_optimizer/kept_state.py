@@ -11,9 +11,9 @@ import jax
 import optax
 
 from optax_freeze._errors import value_error, with_article
-from optax_freeze._optimizer.init_with import Init, eval_init
+from optax_freeze._optimizer.call_init import Init, eval_init, first_difference
 from optax_freeze._optimizer.nnx_variables import stored
-from optax_freeze._spec.indexing import gather, write
+from optax_freeze._spec.indexing import gather, resized, write
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import Selection, shape_of_part
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
@@ -69,15 +69,14 @@ class KeptState:
             if len(others) != len(whole):
                 refuse_optimizer(plan, i, "another number of arrays for some rows of a leaf than for all")
             for n, (array, other) in enumerate(zip(whole, others, strict=True)):
-                if array.shape == other.shape:
+                axis = first_difference(array, other)
+                if axis is None:
                     continue
-                pairs = [*zip(array.shape, other.shape, strict=False)]
-                axes = [axis for axis, (a, b) in enumerate(pairs) if a != b]
-                if array.ndim != other.ndim or len(axes) != 1 or pairs[axes[0]] != (size, count) or found[n]:
-                    refuse_optimizer(
-                        plan, i, f"an array of shape {array.shape}, and of shape {other.shape} for a batch of {count}"
-                    )
-                found[n] = RowsOf(i, axes[0])
+                resize = [resized(array.shape, axis, each) for each in (size, count)] if axis != "rank" else []
+                if found[n] or axis == "rank" or resize != [array.shape, other.shape]:
+                    got = f"an array of shape {array.shape}, and of shape {other.shape} for a batch of {count}"
+                    refuse_optimizer(plan, i, got)
+                found[n] = RowsOf(i, axis)
         self._known.append((static, found))
         return found
 
@@ -103,8 +102,8 @@ class KeptRows(NamedTuple):
 
     def _read(self, array: Any, rows: RowsOf) -> jax.Array:
         numbers: Any = self.plan.selections[rows.leaf].array
-        shape = (*array.shape[: rows.axis], len(numbers), *array.shape[rows.axis + 1 :])
-        return with_sharding(explicit_sharding(array, shape), lambda x: gather(rows.axis, x, numbers), array)
+        sharding = explicit_sharding(array, resized(array.shape, rows.axis, len(numbers)))
+        return with_sharding(sharding, lambda x: gather(rows.axis, x, numbers), array)
 
     def written(self, new: PyTree) -> PyTree:
         """The state with these rows of a new one, in place where it is donated."""
@@ -135,8 +134,7 @@ def _shape(plan: Plan, i: int, count: int | None) -> tuple[int, ...]:
     leaf, selection, index = plan.leaves[i], plan.selections[i], plan.part_indices[i]
     shape = leaf.shape or ()
     if selection.keep_state:
-        axis = selection.axis  # type: ignore[attr-defined]
-        return shape if count is None else (*shape[:axis], count, *shape[axis + 1 :])
+        return shape if count is None else resized(shape, selection.axis, count)  # type: ignore[attr-defined]
     return shape if index is None else shape_of_part(index, shape)
 
 

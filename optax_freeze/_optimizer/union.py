@@ -5,7 +5,7 @@ A part is a :func:`optax_freeze.freeze`, whose update is that of one plan. The p
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import described, type_error, value_error
-from optax_freeze._optimizer.around import around, as_parts
+from optax_freeze._optimizer.accepted_plans import other_transformation
+from optax_freeze._optimizer.call_init import with_own_buffers
+from optax_freeze._optimizer.extra_args import OF_PARAMS, mapped
 from optax_freeze._optimizer.freeze import FreezeState, FreezingPart, updated_leaf
-from optax_freeze._optimizer.init_with import with_own_buffers
-from optax_freeze._optimizer.inner_update import OF_PARAMS, Inner, InnerUpdate
-from optax_freeze._optimizer.no_update import negative_zero
-from optax_freeze._optimizer.plan_in_state import other_transformation
+from optax_freeze._optimizer.inner_update import Inner, InnerUpdate
+from optax_freeze._optimizer.leaf_updates import negative_zero, updated
+from optax_freeze._optimizer.outer_transformation import around, as_parts
+from optax_freeze._optimizer.transformation import Update
 from optax_freeze._optimizer.union_plan import joined, own_rows, refuse_overlap
-from optax_freeze._optimizer.update_params import Update
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.apply_updates import updated
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, Selection
@@ -110,7 +110,7 @@ def union(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         sees_updates = in_place or (params is not None and any(callable(extra_args.get(name)) for name in OF_PARAMS))
         changes: list[list[Any]] = []
         for n, (part, plan, its) in enumerate(zip(parts, plans, states, strict=True)):
-            own = _of_part(call, union, plan)
+            own = _narrowed(call, union, plan)
             gradient = lambda _, own=own: (own.grads, None)  # noqa: E731
             [new], [inner_state], _ = own.updates(
                 Inner(part.transform(plan), part.kept), [plan], [its.inner_state], gradient, [False]
@@ -168,7 +168,7 @@ def _refuse_no_parts(parts: Sequence[FreezingPart]) -> None:
         )
 
 
-def _of_part(call: InnerUpdate, union: Plan, plan: Plan) -> InnerUpdate:
+def _narrowed(call: InnerUpdate, union: Plan, plan: Plan) -> InnerUpdate:
     """The arguments of a part: of a ``Part`` of the rows of several parts, its own."""
     narrow: dict[int, Callable[[Any], Any]] = {
         i: functools.partial(own_rows, union.selections[i], plan.selections[i])
@@ -178,22 +178,15 @@ def _of_part(call: InnerUpdate, union: Plan, plan: Plan) -> InnerUpdate:
     if not narrow:
         return call
 
-    def of_values(values: Sequence[Any]) -> list[Any]:
+    def own(values: Sequence[Any]) -> list[Any]:
         return [narrow[i](value) if i in narrow else value for i, value in enumerate(values)]
 
-    def of_tree(tree: Any) -> Any:
+    def own_tree(tree: Any) -> Any:
         values, treedef = _tree.flatten(tree) if tree is None else _tree.flatten_beside(call.treedef, tree)
         has_parts = treedef == call.treedef and any(isinstance(value, Part) for value in values)
-        return jax.tree.unflatten(treedef, of_values(values)) if has_parts else tree
+        return jax.tree.unflatten(treedef, own(values)) if has_parts else tree
 
-    def of_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: of_tree(fn(*args, **kwargs))
-
-    extra_args: Mapping[str, Any] = call.extra_args
-    given = {name: value if name in OF_PARAMS else of_tree(value) for name, value in extra_args.items()}
-    if callable(grad_fn := given.get("grad_fn")):
-        given["grad_fn"] = of_function(grad_fn)
-    return call._replace(grads=of_values(call.grads), extra_args=given)
+    return call._replace(grads=own(call.grads), extra_args=mapped(call.extra_args, own_tree))
 
 
 def _with_updates(call: InnerUpdate, plan: Plan, changes: Sequence[Any]) -> InnerUpdate:
@@ -210,9 +203,7 @@ def _merged(
 ) -> list[Any]:
     """The updates of all leaves from those of each part."""
     new = []
-    for i, (leaf, selection, grad, old) in enumerate(
-        zip(union.leaves, union.selections, call.grads, call.olds, strict=True)
-    ):
+    for i, (leaf, selection, grad, old) in enumerate(union.entries(call.grads, call.olds)):
         owners = [
             (plan.selections[i], its[i])
             for plan, its in zip(plans, changes, strict=True)
@@ -220,7 +211,7 @@ def _merged(
         ]
         if i in call.missing or len(owners) < 2:
             its, change = (FROZEN, None) if i in call.missing or not owners else owners[0]
-            new.append(updated_leaf(its, leaf, change, grad, old, full_updates))
+            new.append(updated_leaf(leaf, its, change, grad, old, full_updates))
         else:
             whole = _merged_leaf(leaf, owners, old, grad)
             in_rows = selection.part_index is not None and (not full_updates or is_on_host(old))

@@ -1,6 +1,5 @@
 """Updates parameters in place: the transformation adds its updates itself, without zeros for frozen parameters."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,48 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_freeze._errors import described, in_one_line, is_array, type_error, value_error
-from optax_freeze._optimizer.around import around, as_parts, refuse_updates_of_another, remember
-from optax_freeze._optimizer.as_transformation import as_transformation
+from optax_freeze._optimizer.apply_updates import apply_updates
+from optax_freeze._optimizer.transformation import Update, as_transformation
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.apply_updates import apply_updates
 from optax_freeze._spec.tree import Part, PyTree
 
 _CALL = "fz.update_params(tx, grads, state, params)"
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """The ``update`` of a transformation that can add its updates to the parameters itself.
-
-    ``run(grads, state, params, extra_args, in_place=...)`` gives updates or new parameters, and the new state;
-    ``of_groups(gradient, state, params, extra_args)`` new parameters from gradients that are computed in the update,
-    one of which takes the place of the extra argument ``grad`` in each group. ``only_freezes`` if there is no optimizer
-    inside. ``part`` says what ``fz.union`` needs to know of ``fz.freeze``. It has the name of a function, for
-    ``jax.named_call`` around it.
-    """
-
-    __name__ = "update"
-
-    run: Callable[..., tuple[PyTree, PyTree]]
-    of_groups: Callable[..., tuple[PyTree, PyTree]] | None = None
-    only_freezes: bool = False
-    part: Any = None
-
-    def __call__(
-        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        outer, trains = around(), hasattr(state, "differs") and not self.only_freezes
-        if trains:
-            refuse_updates_of_another(updates, state.differs)
-        parts = lambda tree: as_parts(tree, outer)  # noqa: E731
-        extra_args = {name: parts(value) for name, value in extra_args.items()}
-        if outer is not None and callable(grad_fn := extra_args.get("grad_fn")):
-            extra_args["grad_fn"] = lambda *args, **kwargs: parts(grad_fn(*args, **kwargs))
-        new, next_state = self.run(parts(updates), state, parts(params), extra_args, in_place=False)
-        new = new if outer is None else _tree.as_arrays(new)
-        if trains:
-            remember(jax.tree.leaves(new), state.spec, jax.tree.leaves((updates, params)))
-        return new, next_state
 
 
 def update_params(

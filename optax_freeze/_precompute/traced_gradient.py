@@ -17,10 +17,11 @@ from optax_freeze._gradient.gradient_program import GradientProgram
 from optax_freeze._gradient.unknown_derivative import without_gradient
 from optax_freeze._jax_internals import ClosedJaxpr, closed_over, programs_in
 from optax_freeze._precompute.inputs import Input
-from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values, zeros
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, Values
 from optax_freeze._program.tasks import Schedule
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
 from optax_freeze._program.traced_function import Traced, as_array, as_traced
+from optax_freeze._spec.sharding import zeros
 
 COTANGENT = "a cotangent of the result"
 

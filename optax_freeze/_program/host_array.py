@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Unread, varies
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Unread
 from optax_freeze._spec import host_rows
 from optax_freeze._spec.memory_kinds import ROWS_AT_ONCE, is_in_blocks, to_device
+from optax_freeze._spec.sharding import varies
 
 FEWEST_AXES = 3
 """The TPU compiler slices arrays in host memory of three axes or more only."""

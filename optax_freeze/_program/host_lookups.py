@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 from jax.sharding import AxisType, NamedSharding
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, clipped, zeros
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, clipped
 from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._program.trace import Equation
+from optax_freeze._spec.sharding import zeros
 
 _MOST_TOKENS = 512
 """The most rows of the left operand that are multiplied by an expert at once."""

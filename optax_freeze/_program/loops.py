@@ -18,7 +18,7 @@ import numpy as np
 from optax_freeze._jax_internals import Branches, Loop, Mapped, names_axes
 from optax_freeze._program.decisions import results_that_decide
 from optax_freeze._program.late import late_inputs
-from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
+from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering
 from optax_freeze._program.tasks import (
     ALWAYS,
     Context,
@@ -31,6 +31,7 @@ from optax_freeze._program.tasks import (
     regions_apart,
 )
 from optax_freeze._program.trace import Equation, flatten
+from optax_freeze._spec.sharding import zeros
 
 if TYPE_CHECKING:
     from optax_freeze._program.walk import Walk

@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from optax_freeze._jax_internals import is_known_primitive
-from optax_freeze._program.regions import EVERYTHING, Region, Rows, cast_to_vary, clipped, varies
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, clipped
 from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._program.trace import Equation, is_inexact, is_reference
 from optax_freeze._spec.indexing import of_each_row
-from optax_freeze._spec.sharding import fitting, sharding_in, with_sharding
+from optax_freeze._spec.sharding import cast_to_vary, fitting, sharding_in, varies, with_sharding
 
 COPIES = "convert_element_type copy name stop_gradient"
 """The elementwise operations without arithmetic: they cost nothing beside reading their operand."""

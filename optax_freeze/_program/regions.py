@@ -17,7 +17,7 @@ import numpy as np
 from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._spec.indexing import get_rows, of_each_row
 from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, Selection
-from optax_freeze._spec.sharding import explicit_sharding, in_mesh_of, in_this_mesh, sharding_in, with_sharding
+from optax_freeze._spec.sharding import explicit_sharding, in_mesh_of, in_this_mesh, with_sharding, zeros
 
 _FEW = 16
 """Rows in up to this many runs are sliced; of more runs, they are looked up."""
@@ -417,32 +417,11 @@ def covering(regions: Sequence[Region], shape: Sequence[int]) -> list[Region]:
     return found
 
 
-def varies(aval: Any) -> frozenset[str]:
-    """The mesh axes over which a value varies inside ``jax.shard_map``, by its type."""
-    if hasattr(aval, "vma"):
-        return aval.vma
-    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else frozenset()
-
-
-def cast_to_vary(array: Any, axes: Any) -> jax.Array:
-    """An array that varies over these mesh axes, too, inside ``jax.shard_map``."""
-    new, lax = tuple(sorted(set(axes) - varies(jax.typeof(array)))), jax.lax
-    if not new:
-        return array
-    return lax.pcast(array, new, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, new)  # type: ignore[attr-defined]
-
-
 def clipped(i: Any, last: int) -> jax.Array:
     """Integers clipped to 0 ... ``last``, as int32. It is done in their own dtype: int32 may not hold them."""
     i = jnp.asarray(i)
     last = min(last, int(jnp.iinfo(i.dtype).max))
     return jnp.clip(i, jnp.zeros((), i.dtype), jnp.asarray(last, i.dtype)).astype(jnp.int32)
-
-
-def zeros(aval: Any, shape: Any = None) -> jax.Array:
-    """Zeros laid out as a value of this type, or of another ``shape``."""
-    shape = aval.shape if shape is None else tuple(shape)
-    return cast_to_vary(jax.lax.full(shape, 0, aval.dtype, sharding=sharding_in(aval, shape)), varies(aval))
 
 
 def stored_region(stored: Collection[Region], region: Region) -> Region | None:

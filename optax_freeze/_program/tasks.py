@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._program.host_array import HostArray
-from optax_freeze._program.regions import EVERYTHING, LAZY, Numbers, Region, Rows, Unread, Values, covering, zeros
+from optax_freeze._program.regions import EVERYTHING, LAZY, Numbers, Region, Rows, Unread, Values, covering
 from optax_freeze._program.trace import Equation, Program
-from optax_freeze._spec.sharding import eval_types, laid_out
+from optax_freeze._spec.sharding import eval_types, laid_out, zeros
 
 ALWAYS = -1
 """The guard of what is always needed."""

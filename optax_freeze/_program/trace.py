@@ -25,7 +25,7 @@ from optax_freeze._jax_internals import (
     source_of,
     without_hijax,
 )
-from optax_freeze._program.regions import varies
+from optax_freeze._spec.sharding import varies
 
 
 class Equation(NamedTuple):

@@ -12,9 +12,9 @@ import optax
 from optax_freeze._errors import described, is_int, printable, refuse_no_mapping, type_error, value_error
 from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._memory.offload import offload as move_to_host
-from optax_freeze._optimizer.as_transformation import as_transformation
+from optax_freeze._optimizer.call_init import eval_init
 from optax_freeze._optimizer.freeze import freeze
-from optax_freeze._optimizer.init_with import eval_init
+from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._report import table as _table
 from optax_freeze._report.compiled_step import Figures, figures, limit, placed
 from optax_freeze._report.progress_bar import progress_bar
@@ -25,8 +25,8 @@ from optax_freeze._spec.module_parameters import is_module
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import OWN
-from optax_freeze._state.shardings import state_shardings
-from optax_freeze._state.train_step import train_step
+from optax_freeze._state.state_shardings import state_shardings
+from optax_freeze._train.train_step import train_step
 
 _CALL = "fz.costs(loss, params, {name: spec}, *batch, tx=tx)"
 

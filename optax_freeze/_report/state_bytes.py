@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import is_scalar, value_error
-from optax_freeze._optimizer.as_transformation import as_transformation
+from optax_freeze._optimizer.call_init import eval_init
 from optax_freeze._optimizer.freeze import FreezeState, freeze
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
-from optax_freeze._optimizer.init_with import eval_init
+from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._state.entries import entries_of
 from optax_freeze._state.own_states import outermost_states, states_in
+from optax_freeze._state.state_entries import entries_of
 
 
 def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[str, int]]:
@@ -40,7 +40,7 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
     if any(True for _ in outermost_states(full.shapes, UnionState)):
         fix = "leave it out: fz.summary(params, fz.spec_of(tx.init(params)))"
     refuse_freezing(full.shapes, at="the third argument of fz.summary", fix=fix)
-    leaves = [*zip(plan.leaves, plan.selections, strict=True)]
+    leaves = [*plan.entries()]
     kinds = {
         leaf.path: (leaf.shape, leaf.dtype, leaf.index, full.by_leaf[leaf.path])
         for leaf, selection in leaves

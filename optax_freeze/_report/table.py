@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from optax_freeze._errors import counted, printable
-from optax_freeze._spec.fold import Line, fold
+from optax_freeze._spec.folded_paths import Line, fold
 
 
 class Row(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 
 from optax_freeze._errors import value_error
 from optax_freeze._spec.mask_operators import as_arrays
-from optax_freeze._spec.masks import Choice, Rows
+from optax_freeze._spec.masks import Choice, StaticRows
 from optax_freeze._spec.selection import RowIndex
 from optax_freeze._spec.tree import Leaf
 
@@ -15,7 +15,7 @@ def combined(a: Choice, b: Choice, leaf: Leaf, selector: Any, *, either: bool) -
     """What at least one of two masks freezes if ``either``, else what both do; an error unless these are rows."""
     if not leaf.inexact:
         return True  # it cannot train
-    if isinstance(a, Rows) and isinstance(b, Rows):
+    if isinstance(a, StaticRows) and isinstance(b, StaticRows):
         first, second = a.fit(leaf), b.fit(leaf)
         if not isinstance(first, RowIndex):
             return either if first.frozen(0) is either else b
@@ -30,12 +30,12 @@ def combined(a: Choice, b: Choice, leaf: Leaf, selector: Any, *, either: bool) -
     raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
 
 
-def _rows(frozen: np.ndarray, axis: int) -> bool | Rows:
+def _rows(frozen: np.ndarray, axis: int) -> bool | StaticRows:
     """Rows, frozen where a boolean vector is True; a slice if they are one run, or all others are."""
     if frozen.all() or not frozen.any():
         return bool(frozen.all())
     for named, inverted in ((frozen, False), (~frozen, True)):
         numbers = np.flatnonzero(named).tolist()
         if len(numbers) == numbers[-1] + 1 - numbers[0]:
-            return Rows(slice(numbers[0], numbers[-1] + 1), axis, inverted)
-    return Rows(tuple(np.flatnonzero(frozen).tolist()), axis)
+            return StaticRows(slice(numbers[0], numbers[-1] + 1), axis, inverted)
+    return StaticRows(tuple(np.flatnonzero(frozen).tolist()), axis)

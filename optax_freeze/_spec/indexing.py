@@ -58,13 +58,13 @@ def get_rows(axis: int, indices: Any, full: Any, *, is_unique: bool = True, exis
     If all ``exist``, nothing is compared with the size. Those that are not unique need not ascend.
     """
     if not full.shape[axis]:
-        return jnp.zeros((*full.shape[:axis], len(indices), *full.shape[axis + 1 :]), full.dtype)
+        return jnp.zeros(resized(full.shape, axis, len(indices)), full.dtype)
     others = tuple(i for i in range(full.ndim) if i != axis)
     return jax.lax.gather(
         full,
         indices[:, None],
         jax.lax.GatherDimensionNumbers(others, (axis,), (axis,)),
-        slice_sizes=(*full.shape[:axis], 1, *full.shape[axis + 1 :]),
+        slice_sizes=resized(full.shape, axis, 1),
         unique_indices=is_unique,
         indices_are_sorted=is_unique,
         mode="promise_in_bounds" if exist else "fill",
@@ -94,6 +94,11 @@ def numbers_where(chosen: Any, count: int) -> jax.Array:
 def of_each_row(values: Any, axis: int, ndim: int) -> jax.Array:
     """A vector with a value for each row, as an array that broadcasts against one of ``ndim`` axes."""
     return jnp.expand_dims(values, tuple(i for i in range(ndim) if i != axis))
+
+
+def resized(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
+    """A shape with another size along an axis."""
+    return (*shape[:axis], size, *shape[axis + 1 :])
 
 
 def at(array: Any, axis: int, indices: Any) -> Any:

@@ -54,7 +54,7 @@ class _RowMask(MaskOperators):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
-class Rows(_RowMask):
+class StaticRows(_RowMask):
     """Frozen rows of any leaf, made by :func:`rows`."""
 
     index: int | tuple[int, ...] | slice
@@ -211,7 +211,7 @@ class Elements(MaskOperators):
         return f"fz.elements(<bool{list(shape)}>{', compact=True' if self.compact else ''})"
 
 
-ElementMask: TypeAlias = Rows | DynamicRows | Elements
+ElementMask: TypeAlias = StaticRows | DynamicRows | Elements
 Choice: TypeAlias = bool | ElementMask
 """What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
 
@@ -229,7 +229,7 @@ def choice_of(selection: Selection) -> Choice:
 @overload
 def rows(
     index: slice | int | Sequence[int] | np.ndarray[Any, Any], axis: int = 0, *, allow_empty: bool = False
-) -> Rows: ...
+) -> StaticRows: ...
 @overload
 def rows(index: jax.Array, axis: int = 0, *, keep_state: bool = False) -> DynamicRows: ...
 def rows(index: Any, axis: int = 0, *, allow_empty: bool = False, keep_state: bool = False) -> Any:
@@ -287,7 +287,7 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False, keep_state: bo
     if isinstance(numbers, tuple) and len(set(numbers)) < len(numbers):
         raise named_twice("fz.rows", list(numbers)[:8])
     length = None if bools is None else len(bools)
-    return Rows(numbers, int(axis), allow_empty=allow_empty, length=length)
+    return StaticRows(numbers, int(axis), allow_empty=allow_empty, length=length)
 
 
 def elements(array: Any, *, compact: bool = False) -> Elements:

@@ -14,10 +14,10 @@ import optax
 from optax_freeze._errors import is_number, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import to_device, to_memory_of
+from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
 from optax_freeze._spec.selection import TRAINABLE, shape_of_part
-from optax_freeze._spec.source import refuse_other_rows
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 
 Tree = TypeVar("Tree")
@@ -164,7 +164,7 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
         value
         if selection is TRAINABLE or leaf.dtype is None or isinstance(value, Part) or is_number(value)
         else selection.choose(jax.lax.stop_gradient(value), value)
-        for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True)
+        for leaf, selection, value in plan.entries(values)
     ]
     return jax.tree.unflatten(treedef, stopped)
 

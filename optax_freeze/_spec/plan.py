@@ -5,7 +5,7 @@ It is made once, in ``init``, and not again for the updates, whose leaves may be
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,9 @@ from optax_freeze._errors import described, is_number, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.memory_kinds import HOST, is_on_host
-from optax_freeze._spec.plan_digest import Line
+from optax_freeze._spec.part_source import refuse_other_rows, values_of, with_source
+from optax_freeze._spec.plan_digest import PlanLine
+from optax_freeze._spec.plan_nodes import is_placeholder, register_as_static
 from optax_freeze._spec.selection import (
     FROZEN,
     TRAINABLE,
@@ -29,8 +31,6 @@ from optax_freeze._spec.selection import (
 from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.sharding import copy_like
-from optax_freeze._spec.source import refuse_other_rows, values_of, with_source
-from optax_freeze._spec.static_node import is_placeholder, register_as_static
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -66,8 +66,7 @@ class Plan:
     @functools.cached_property
     def part_indices(self) -> list[Any]:
         """For each leaf the index of the ``Part`` that is its trainable part, or None."""
-        pairs = zip(self.leaves, self.selections, strict=True)
-        return [selection.part_index if leaf.index is None else leaf.index for leaf, selection in pairs]
+        return [selection.part_index if leaf.index is None else leaf.index for leaf, selection in self.entries()]
 
     @property
     def has_parts(self) -> bool:
@@ -96,15 +95,19 @@ class Plan:
         return any(isinstance(selection, (DenseMask, DynamicRowIndex)) for selection in self.selections)
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[PlanLine]:
         """What is compared where a state is read."""
         return list(map(self.line, range(len(self.leaves))))
 
-    def line(self, i: int) -> Line:
+    def line(self, i: int) -> PlanLine:
         """The shape of a leaf, and which of its elements train."""
         leaf, selection = self.leaves[i], self.selections[i]
         told = f"a leaf of shape {leaf.shape} that {selection}"
-        return Line(leaf.path, told, (leaf.shape, record_of(selection)))
+        return PlanLine(leaf.path, told, (leaf.shape, record_of(selection)))
+
+    def entries(self, *values: Sequence[Any]) -> Iterator[Any]:
+        """For each leaf the leaf, its selection, and what lists of all leaves have for it."""
+        return zip(self.leaves, self.selections, *values, strict=True)
 
     @property
     def as_spec(self) -> ResolvedSpec:
@@ -138,7 +141,7 @@ class Plan:
 
     def extent(self, params: PyTree) -> Literal["nothing", "everything"] | None:
         """Whether nothing or everything is frozen; None otherwise, or if leaves are missing."""
-        found = {s for leaf, s in zip(self.leaves, self.selections, strict=True) if leaf.inexact}
+        found = {s for leaf, s in self.entries() if leaf.inexact}
         if len(found) != 1 or any(map(_tree.is_leaf, _tree.flatten(params)[0])):
             return None
         return {TRAINABLE: "nothing", FROZEN: "everything"}.get(*found)  # type: ignore[return-value]
@@ -165,7 +168,7 @@ class Plan:
         if self.treedef is None or treedef != self.treedef:
             self._refuse_other_tree(tree, name)
         numbers = functools.cache(lambda: {i for i, x in enumerate(_tree.flatten(params)[0]) if is_number(x)})
-        for i, (value, leaf, selection) in enumerate(zip(values, self.leaves, self.selections, strict=True)):
+        for i, (leaf, selection, value) in enumerate(self.entries(values)):
             if selection is not FROZEN and not (_is_missing(value) and i in numbers()):
                 refuse_other_leaf(value, leaf, selection, name, fix)
                 refuse_other_rows(value, selection, leaf.path, name)

@@ -15,7 +15,7 @@ _BYTES = 8
 """The size of the digest of one line."""
 
 
-class Line(NamedTuple):
+class PlanLine(NamedTuple):
     """What a plan says about a leaf or a group: in an error, and exactly."""
 
     path: str
@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 class HasLines(Protocol):
     @property
-    def lines(self) -> Iterable[Line]: ...
+    def lines(self) -> Iterable[PlanLine]: ...
 
 
 def digest_of(plan: HasLines) -> np.ndarray:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
-from optax_freeze._errors import described, is_array, is_bool, is_concrete, type_error, value_error
+from optax_freeze._errors import described, is_array, is_bool, is_concrete, type_error, value_error, with_article
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, Rows, elements
+from optax_freeze._spec.masks import ElementMask, StaticRows, elements
 from optax_freeze._spec.patterns import literal
 from optax_freeze._spec.selector_algebra import Choice, Selector, ask_without_values
-from optax_freeze._spec.selectors import as_choice
 from optax_freeze._spec.tree import Leaf, PyTree
 
 _WRITTEN = 8  # at most this many rules are written out in an error
@@ -142,10 +142,31 @@ def _has_a_mapping_for_another(prefix: PyTree, params: PyTree) -> bool:
 
 def _as_rules(prefix: PyTree, paths: Sequence[str]) -> str:
     choices = [bool(each) if is_bool(each) else each for each in _tree.flatten(prefix, _is_choice)[0]]
-    if len(paths) > _WRITTEN or not all(isinstance(each, bool | Rows) for each in choices):
+    if len(paths) > _WRITTEN or not all(isinstance(each, bool | StaticRows) for each in choices):
         return f"fz.rules({{{literal(paths[0])!r}: ..., ...}})"
     pairs = (f"{literal(path)!r}: {choice!r}" for path, choice in zip(paths, choices, strict=True))
     return f"fz.rules({{{', '.join(pairs)}}})"
+
+
+def as_choice(value: Any, at: str) -> Choice:
+    """A bool or an element mask, also for a boolean array; a ``ValueError`` for anything else."""
+    if is_bool(value):
+        return bool(value)
+    if isinstance(value, ElementMask):
+        return value
+    if is_array(value) and value.dtype == np.bool_:
+        return elements(value)
+    kind = f"an array of {value.dtype}" if is_array(value) else with_article(type(value).__name__)
+    fix = "True freezes a leaf, False trains it; fz.rows and fz.elements freeze part of a leaf"
+    if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
+        kind = "a selector" if isinstance(value, Selector) else kind
+        fix = "a tree cannot contain labels or patterns; use fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
+    elif isinstance(value, (set, frozenset)):
+        fix = "unpack it: fz.path(*patterns)"
+    elif callable(value):
+        fix = "decide leaf by leaf with a selector: fz.path(pattern) & fz.where(lambda path, leaf: ...)"
+    expected = "True (frozen), False, an element mask or a boolean array"
+    raise value_error(f"{kind} where a bool is expected", at=at, got=described(value), expected=expected, fix=fix)
 
 
 def is_above(prefix: str, path: str) -> bool:

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from optax_freeze._errors import is_array, is_concrete, is_scalar
-from optax_freeze._spec.conversion import converted
+from optax_freeze._spec.dtype_conversion import converted
 from optax_freeze._spec.masks import rows
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.merge_report import Grown

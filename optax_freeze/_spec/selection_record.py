@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_freeze._errors import is_int
-from optax_freeze._spec.masks import Rows
+from optax_freeze._spec.masks import StaticRows
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.tree import MASKED_NODE, Leaf
 
@@ -42,7 +42,7 @@ def selection_of(record: Any, shape: Sequence[int] | None) -> Selection:
             not others and is_int(axis) and axis in range(len(shape)) and _are_progressions(rows, shape[axis])
         ):
             numbers = slice(*rows[0]) if len(rows) == 1 else tuple(sorted({n for each in rows for n in range(*each)}))
-            selection = Rows(numbers, axis, inverted=train).fit(Leaf("", tuple(shape)))
+            selection = StaticRows(numbers, axis, inverted=train).fit(Leaf("", tuple(shape)))
             if record_of(selection) == record:
                 return selection
     raise ValueError(f"the frozen part {record!r}")

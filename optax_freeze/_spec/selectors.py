@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from optax_freeze._errors import described, is_array, is_bool, refuse_no_mapping, type_error, value_error, with_article
-from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, elements
+from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
+from optax_freeze._spec.prefix_tree import as_choice
 from optax_freeze._spec.selector_algebra import (
-    Choice,
     Choices,
     Not,
     Path,
@@ -104,7 +101,7 @@ def where(fn: Callable[[str, jax.ShapeDtypeStruct], bool]) -> Selector:
       TypeError: if ``fn`` is not callable; when used, if ``fn`` looks at values or does not return a bool.
 
     Example:
-      >>> import optax_freeze as fz
+      >>> import numpy as np, optax_freeze as fz
       >>> params = {"kernel": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32)}
       >>> fz.resolve(params, fz.where(lambda path, leaf: leaf.ndim == 1))
       {'bias': True, 'kernel': False}
@@ -158,27 +155,6 @@ def distinct(name: str, patterns: Any, order: str = "from the output to the inpu
             got, expected = described(pattern), "each pattern once"
             raise value_error("a pattern is named twice", at=name, got=got, expected=expected, fix="delete one of them")
     return [path(*pattern) if is_patterns(pattern) else pattern for pattern in patterns]
-
-
-def as_choice(value: Any, at: str) -> Choice:
-    """A bool or an element mask, also for a boolean array; a ``ValueError`` for anything else."""
-    if is_bool(value):
-        return bool(value)
-    if isinstance(value, ElementMask):
-        return value
-    if is_array(value) and value.dtype == np.bool_:
-        return elements(value)
-    kind = f"an array of {value.dtype}" if is_array(value) else with_article(type(value).__name__)
-    fix = "True freezes a leaf, False trains it; fz.rows and fz.elements freeze part of a leaf"
-    if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
-        kind = "a selector" if isinstance(value, Selector) else kind
-        fix = "a tree cannot contain labels or patterns; use fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
-    elif isinstance(value, (set, frozenset)):
-        fix = "unpack it: fz.path(*patterns)"
-    elif callable(value):
-        fix = "decide leaf by leaf with a selector: fz.path(pattern) & fz.where(lambda path, leaf: ...)"
-    expected = "True (frozen), False, an element mask or a boolean array"
-    raise value_error(f"{kind} where a bool is expected", at=at, got=described(value), expected=expected, fix=fix)
 
 
 def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:

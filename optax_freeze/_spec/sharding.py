@@ -94,6 +94,27 @@ def in_this_mesh(array: Any) -> Any:
     return reshard(array, NamedSharding(mesh, PartitionSpec()))
 
 
+def varies(aval: Any) -> frozenset[str]:
+    """The mesh axes over which a value varies inside ``jax.shard_map``, by its type."""
+    if hasattr(aval, "vma"):
+        return aval.vma
+    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else frozenset()
+
+
+def cast_to_vary(array: Any, axes: Any) -> jax.Array:
+    """An array that varies over these mesh axes, too, inside ``jax.shard_map``."""
+    new, lax = tuple(sorted(set(axes) - varies(jax.typeof(array)))), jax.lax
+    if not new:
+        return array
+    return lax.pcast(array, new, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, new)  # type: ignore[attr-defined]
+
+
+def zeros(aval: Any, shape: Any = None) -> jax.Array:
+    """Zeros laid out as a value of this type, or of another ``shape``."""
+    shape = aval.shape if shape is None else tuple(shape)
+    return cast_to_vary(jax.lax.full(shape, 0, aval.dtype, sharding=sharding_in(aval, shape)), varies(aval))
+
+
 def _names(axis: Any) -> tuple[str, ...]:
     return () if axis in (None, PartitionSpec.UNCONSTRAINED) else axis if isinstance(axis, tuple) else (axis,)
 

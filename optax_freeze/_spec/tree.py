@@ -62,6 +62,7 @@ class Part:
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> "Part":
+        """A ``Part`` of these children, whose source depends on the trace: see :meth:`PartSource.around`."""
         (index, shape, source), (values, *trains) = static, children
         source = None if source is None else source.around(children)
         return cls(values, index, shape, trains[0] if trains else None, source)

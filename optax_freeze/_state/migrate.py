@@ -16,16 +16,16 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, is_array, printable, type_error
-from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.init_with import each_once
+from optax_freeze._optimizer.call_init import each_once
+from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fold import fold
+from optax_freeze._spec.folded_paths import fold
 from optax_freeze._spec.prefix_tree import is_above
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.tree import Part, PyTree
-from optax_freeze._state.carry import Carry
-from optax_freeze._state.entries import Entry, Scope, entries_of, join, no_fit
-from optax_freeze._state.leaves_before import LeavesBefore, leaves_before, refuse_ambiguous
+from optax_freeze._state.carried_values import CarriedValues
+from optax_freeze._state.old_leaves import LeavesBefore, leaves_before, refuse_ambiguous
+from optax_freeze._state.state_entries import Entry, Scope, entries_of, join, no_fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def migrate(
     except (ValueError, TypeError) as error:
         _refuse_swapped(state, tx, params, error)
         raise
-    carry = Carry(new, old, _sources(old, new, before), tx, params)
+    carry = CarriedValues(new, old, _sources(old, new, before), tx, params)
     carry.anew = {place: bool(anew) for place, anew in carry.anew.items()}
     values = carry.values()
     if before.moved:
@@ -177,7 +177,7 @@ def _placed(new: Any, fresh: Any) -> Any:
     return new if is_here else jax.device_put(new, fresh.sharding)
 
 
-def _report(carry: Carry, old: Sequence[Entry], replaced: Sequence[Entry]) -> Migration:
+def _report(carry: CarriedValues, old: Sequence[Entry], replaced: Sequence[Entry]) -> Migration:
     carried, created = [], []
     taken = collections.defaultdict(lambda: np.zeros((), bool))  # the elements taken from each old entry, by its id
     for entry, sources in zip(carry.entries, carry.sources, strict=True):

@@ -10,24 +10,24 @@ import numpy as np
 import optax
 
 from optax_freeze._errors import described, is_concrete, refuse_no_mapping, value_error
-from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.groups import GroupPlans
-from optax_freeze._optimizer.init_with import init_with
+from optax_freeze._optimizer.call_init import init_with
+from optax_freeze._optimizer.group_plans import GroupPlans
+from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements, elements
 from optax_freeze._spec.memory_kinds import to_memory_of
+from optax_freeze._spec.part_source import mark_replaced
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, first_match
 from optax_freeze._spec.sharding import copy_like
-from optax_freeze._spec.source import mark_replaced
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._state.batch_rows import with_rows
-from optax_freeze._state.carry import Carry
-from optax_freeze._state.entries import entries_of
+from optax_freeze._state.carried_values import CarriedValues
+from optax_freeze._state.kept_rows import with_rows
 from optax_freeze._state.own_states import masks_in, outermost_states, states_in
 from optax_freeze._state.row_axes import init_shapes
+from optax_freeze._state.state_entries import entries_of
 
 
 def replace_masks(
@@ -81,16 +81,7 @@ def replace_masks(
     shapes = init_shapes(tx, params)
     fix = "give the optimizer and the parameters of this state; for another spec, fz.migrate(state, tx, params)"
     _tree.refuse_other_paths(_tree.paths(state), _tree.paths(shapes.state), "fz.replace_masks: the state", fix)
-    nodes = (map(_tree.bare, _tree.flatten(tree)[0]) for tree in (state, shapes.state))
-    for path, got, expected in zip(_tree.paths(state), *nodes, strict=True):
-        if np.shape(got) != np.shape(expected):
-            raise value_error(
-                "fz.replace_masks: the state has other shapes than that of `tx`",
-                at=path,
-                got=described(got),
-                expected=f"shape {expected.shape}, as from tx.init(params)",
-                fix=fix,
-            )
+    _refuse_other_shapes(state, shapes.state, fix)
     olds = [old._replace(plan=new.plan) for new, old in zip(states_in(shapes.state), states_in(state), strict=True)]
     plans = [old.current_plan for old in olds]
     leaves = {leaf.path: leaf for each in plans for leaf in each.leaves}
@@ -98,7 +89,7 @@ def replace_masks(
         leaf.path
         for each in plans
         for plan in (each.plans[:-1] if isinstance(each, GroupPlans) else [each])
-        for leaf, selection in zip(plan.leaves, plan.selections, strict=True)
+        for leaf, selection in plan.entries()
         if isinstance(selection, DynamicRowIndex) or (isinstance(selection, DenseMask) and isinstance(each, Plan))
     }
     new = {path: masks[key] for path, key in _matched(masks, list(leaves.values()), with_mask).items()}
@@ -120,11 +111,24 @@ def replace_masks(
         [] if entry.address is None else [old if entry.leaf in new else old._replace(selection=entry.selection)]
         for entry, old in zip(entries, old_entries, strict=True)
     ]
-    values = Carry(entries, old_entries, sources, tx, params).values()
+    values = CarriedValues(entries, old_entries, sources, tx, params).values()
     replaced = jax.tree.unflatten(structure, map(_placed_as, values, arrays))
     for (path, array), (_, before) in zip(masks_in(replaced), masks_in(state), strict=True):
         mark_replaced(array, before, is_new=path in new)
     return with_rows(replaced, numbers)
+
+
+def _refuse_other_shapes(state: PyTree, own: PyTree, fix: str) -> None:
+    nodes = (map(_tree.bare, _tree.flatten(tree)[0]) for tree in (state, own))
+    for path, got, expected in zip(_tree.paths(state), *nodes, strict=True):
+        if np.shape(got) != np.shape(expected):
+            raise value_error(
+                "fz.replace_masks: the state has other shapes than that of `tx`",
+                at=path,
+                got=described(got),
+                expected=f"shape {expected.shape}, as from tx.init(params)",
+                fix=fix,
+            )
 
 
 def _refuse_several_parts(paths: Collection[str], state: PyTree) -> None:
@@ -156,7 +160,7 @@ def _new_arrays(plans: Plan | GroupPlans, old: Any, new: Mapping[str, Any]) -> l
         copy_like(_new_array(new[leaf.path], leaf, selection), selection.array)
         if leaf.path in new and not _tree.is_masked_node(selection.array)
         else selection.array
-        for leaf, selection in zip(plans.leaves, plans.selections, strict=True)
+        for leaf, selection in plans.entries()
     ]
 
 

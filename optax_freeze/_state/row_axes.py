@@ -7,13 +7,13 @@ answer differently, where there are as many rows as another axis is long. Shapes
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._optimizer.groups import GroupPlans
-from optax_freeze._optimizer.init_with import eval_init, init_with
+from optax_freeze._optimizer.call_init import eval_init, first_difference, init_with
+from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, shape_of_part
@@ -62,10 +62,8 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0, resize: Mapping[str, Res
         return resized(plans)
 
     def resized(plan: Plan) -> Plan:
-        pairs = zip(plan.leaves, plan.selections, strict=True)
-        by_leaf = (
-            (each, resize[leaf.path].more if leaf.path in resize else 0 if resize else more) for leaf, each in pairs
-        )
+        more_of = lambda path: resize[path].more if path in resize else 0 if resize else more  # noqa: E731
+        by_leaf = ((selection, more_of(leaf.path)) for leaf, selection in plan.entries())
         return dataclasses.replace(plan, selections=tuple(_resized(each, rows) for each, rows in by_leaf))
 
     nodes, treedef = _tree.flatten(jax.tree.map(_tree.struct_of, params))
@@ -81,45 +79,50 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0, resize: Mapping[str, Res
 
 def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> tuple[list[Axes], list[bool]]:
     """For each of the ``nodes`` of ``tx.init(params)`` the axes of the rows, and whether these are certain."""
-
-    def changed(more: int) -> list[Any]:
-        others = iter(jax.tree.leaves(init_shapes(tx, params, more).state))
-        return [tuple(_first_difference(array, next(others)) for array in jax.tree.leaves(node)) for node in nodes]
-
-    longer = changed(1)
+    now = list(map(jax.tree.leaves, nodes))
+    longer = _differences(now, _arrays(nodes, tx, params, 1))
     axes = [tuple(None if axis == "rank" else axis for axis in each) for each in longer]
     if all(map(_has_shape_of_part, nodes)):
         return axes, [True] * len(axes)
-    return axes, [a == b and "rank" not in a for a, b in zip(longer, changed(-1), strict=True)]
+    shorter = _differences(now, _arrays(nodes, tx, params, -1))
+    return axes, [a == b and "rank" not in a for a, b in zip(longer, shorter, strict=True)]
 
 
 def axes_of_moved(
     nodes: Sequence[Any], tx: Any, params: PyTree, resize: Mapping[str, Resized]
 ) -> tuple[list[Any], list[Any], list[list[tuple[int, ...]]]] | None:
-    """For each of the ``nodes`` of ``tx.init(params)`` the axes of the rows of leaves that had other rows before.
+    """:func:`row_axes` of leaves that had other rows before: ``resize`` says how many more.
 
-    ``resize`` says for each of these leaves how many more there were. Returns the axes now and
-    before, None where they are not certain, and the shapes before; None if ``init`` does not take as many rows.
+    Returns the axes now and before, "rank" where they are not certain, and the shapes before; None if ``init`` does not
+    take as many rows.
     """
 
-    def shapes(more: int, *, before: bool) -> list[list[Any]]:
-        now = {path: each._replace(more=more + each.more * before) for path, each in resize.items()}
-        found = iter(jax.tree.leaves(init_shapes(tx, params, resize=now).state))
-        return [[next(found) for _ in jax.tree.leaves(node)] for node in nodes]
+    def arrays(more: int, *, before: bool) -> list[list[Any]]:
+        resized = {path: each._replace(more=more + each.more * before) for path, each in resize.items()}
+        return _arrays(nodes, tx, params, resize=resized)
 
-    def axes(before: bool) -> list[Any]:
-        base, *others = (shapes(more, before=before) for more in (0, 1, -1))
-        differences = ([[*map(_first_difference, *pair)] for pair in zip(base, other, strict=True)] for other in others)
-        return [
-            tuple("rank" if a != b else a for a, b in zip(*pair, strict=True))
-            for pair in zip(*differences, strict=True)
-        ]
+    def axes(*, before: bool) -> list[Any]:
+        base, *others = (arrays(more, before=before) for more in (0, 1, -1))
+        pairs = zip(*(_differences(base, each) for each in others), strict=True)
+        return [tuple(a if a == b else "rank" for a, b in zip(*pair, strict=True)) for pair in pairs]
 
     try:
-        then = [[tuple(array.shape) for array in each] for each in shapes(0, before=True)]
-        return axes(False), axes(True), then
+        then = [[tuple(array.shape) for array in each] for each in arrays(0, before=True)]
+        return axes(before=False), axes(before=True), then
     except Exception:  # an optimizer or a spec may refuse any number of rows
         return None
+
+
+def _arrays(
+    nodes: Sequence[Any], tx: Any, params: PyTree, more: int = 0, resize: Mapping[str, Resized] = {}
+) -> list[list[Any]]:
+    """The shapes of the arrays of each node, for other rows as :func:`init_shapes` has them."""
+    found = iter(jax.tree.leaves(init_shapes(tx, params, more, resize).state))
+    return [[next(found) for _ in jax.tree.leaves(node)] for node in nodes]
+
+
+def _differences(nodes: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(map(first_difference, *pair)) for pair in zip(nodes, others, strict=True)]
 
 
 def _has_shape_of_part(node: Any) -> bool:
@@ -128,12 +131,6 @@ def _has_shape_of_part(node: Any) -> bool:
         return True
     part = shape_of_part(node.index, tuple(node.shape or ()))
     return all(array.shape in (part, ()) for array in jax.tree.leaves(node))
-
-
-def _first_difference(a: Any, b: Any) -> int | Literal["rank"] | None:
-    if a.ndim != b.ndim:
-        return "rank"
-    return next((i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m), None)
 
 
 def _resized(selection: Any, more: int) -> Any:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from optax_freeze._errors import described, is_array, message, refuse_no_mapping, value_error
 from optax_freeze._optimizer.conditions import Switch, refuse_no_bool
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
-from optax_freeze._optimizer.given_groups import group_name
+from optax_freeze._optimizer.parse_groups import group_name
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import map_states, states_in

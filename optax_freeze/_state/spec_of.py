@@ -7,11 +7,11 @@ import jax
 import optax
 
 from optax_freeze._errors import value_error
-from optax_freeze._gradient.group_gradients import GroupSpec
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState, frozen_groups
-from optax_freeze._optimizer.groups import GroupPlans
+from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._optimizer.union import UnionState
+from optax_freeze._spec.group_spec import GroupSpec
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.selection import TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec, Selector

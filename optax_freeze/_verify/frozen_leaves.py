@@ -17,7 +17,7 @@ from optax_freeze._spec.tree import Part, Rest
 def frozen_leaves(plan: Plan, values: list[Any], name: str, *, traced: bool) -> dict[str, tuple[Any, Selection]]:
     """The frozen leaves by path, without ``MaskedNode``: a ``Rest`` as its array, a float as JAX's array of it."""
     found = {}
-    for leaf, value, selection in zip(plan.leaves, values, plan.selections, strict=True):
+    for leaf, selection, value in plan.entries(values):
         if selection is TRAINABLE or _tree.is_masked_node(value) or leaf.dtype == jax.dtypes.float0:
             continue
         if isinstance(value, Rest):

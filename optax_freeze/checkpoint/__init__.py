@@ -20,14 +20,14 @@ import optax
 import orbax.checkpoint as ocp
 
 from optax_freeze._errors import described, is_array, message, type_error, value_error, whole_number
-from optax_freeze._optimizer.freeze_when import register_groups_with_flax
+from optax_freeze._optimizer.group_plans import register_groups_with_flax
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import on_device
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax
 from optax_freeze._spec.sharding import replicated
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._state.shardings import Placed, beside
-from optax_freeze._verify import base_record
+from optax_freeze._state.state_shardings import Placed, beside
+from optax_freeze._verify import saved_base
 from optax_freeze._verify.one_writer import another_writer, only_writer
 from optax_freeze._verify.processes import in_process_0, refuse_different_processes
 from optax_freeze.checkpoint import _record
@@ -122,7 +122,7 @@ def save(
       Array([1., 1.], dtype=float32)
     """
     step = _step_number(step)
-    where = base_record.absolute(directory, _CALLS)
+    where = saved_base.absolute(directory, _CALLS)
     if any(character in where for character in "*?["):  # Orbax globs its own files, and would leave arrays out
         got, expected, fix = "a path with wildcards", "a path without any of * ? [", "choose another name"
         raise value_error("Orbax cannot save into this directory", at=where, got=got, expected=expected, fix=fix)
@@ -133,7 +133,7 @@ def save(
     fix = "fz.combine(trainable, rest)"
     _tree.refuse_half_a_tree(params, "a checkpoint needs the full parameters", expected, fix)
     plan.refuse_all_frozen("there is nothing to save", frozen)
-    leaves = functools.partial(base_record.leaf_records, params, plan)
+    leaves = functools.partial(saved_base.leaf_records, params, plan)
     refuse_different_processes("the spec", lambda: [leaf.as_json() for leaf in leaves(fingerprints=False)])
     state = None if opt_state is None else _record.state_records(opt_state)
     record = _record.Record(leaves(), state, _record.digests_of(opt_state), {})
@@ -205,7 +205,7 @@ def restore(
       ...
     """
     step = None if step is None else _step_number(step)
-    where = base_record.absolute(directory, _CALLS)
+    where = saved_base.absolute(directory, _CALLS)
     _refuse_no_state(opt_state)
     _wait_for(where)
     if not _exists(where):
@@ -219,8 +219,8 @@ def restore(
         record = _record.read_record(at)
         values, treedef = _tree.flatten(params)
         fix = "give the full parameters of the model that was saved"
-        now = base_record.leaf_records(params, make_plan(params, False), fingerprints=False)
-        base_record.refuse_other_arrays(record.leaves, now, "params", "the checkpoint", fix)
+        now = saved_base.leaf_records(params, make_plan(params, False), fingerprints=False)
+        saved_base.refuse_other_arrays(record.leaves, now, "params", "the checkpoint", fix)
         paths = [leaf.path for leaf in record.leaves]
         committed = (leaf.sharding for leaf in jax.tree.leaves(values) if _is_committed(leaf))
         default = next((replicated(on_device(sharding)) for sharding in committed), None)
@@ -230,14 +230,14 @@ def restore(
         if frozen is not None:
             fix = "restore with the spec that was saved, or None; then fz.migrate(opt_state, tx, params)"
             given = make_plan(params, frozen).in_state.selections
-            base_record.refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
+            saved_base.refuse_other_selections(plan.selections, given, paths, "the checkpoint", fix)
         expected = "the frozen bits that the parameters had in checkpoint.save"
         fix = (
             "load the base that was there; frozen leaves that were changed on purpose (LoRA was merged) are not in a"
             " checkpoint unless checkpoint.save(directory, params, False, step=...); if the optimizer did, see fz.audit"
         )
-        now = base_record.leaf_records(params, plan)
-        base_record.refuse_other_base(record.leaves, now, "the checkpoint", expected, fix)
+        now = saved_base.leaf_records(params, plan)
+        saved_base.refuse_other_base(record.leaves, now, "the checkpoint", expected, fix)
         if opt_state is not None:
             _record.refuse_other_state(record, opt_state, at)
         parts = read("trainable", paths, jax.eval_shape(lambda: plan.take(values)), values)
@@ -265,7 +265,7 @@ def latest_step(directory: str | os.PathLike[str]) -> int | None:
       ...     print(checkpoint.latest_step(directory))
       None
     """
-    where = base_record.absolute(directory, _CALLS)
+    where = saved_base.absolute(directory, _CALLS)
     if not _exists(where):
         return None
     with _manager(where) as manager:
@@ -315,7 +315,7 @@ def _arrays(nodes: Sequence[Any]) -> dict[str, Any]:
     """The array of each node that has one, by the number of the node, with random keys as their data."""
     arrays = {str(i): array for i, node in enumerate(nodes) for array in jax.tree.leaves(node)}
     arrays = {name: array if is_array(array) else jnp.asarray(array) for name, array in arrays.items()}
-    return {name: jax.random.key_data(array) if base_record.is_key(array) else array for name, array in arrays.items()}
+    return {name: jax.random.key_data(array) if saved_base.is_key(array) else array for name, array in arrays.items()}
 
 
 def _read(
@@ -366,7 +366,7 @@ def _is_committed(array: Any) -> bool:
 
 def _with_array(node: Any, array: Any) -> Any:
     [old], structure = jax.tree.flatten(node)
-    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if base_record.is_key(old) else array
+    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(old)) if saved_base.is_key(old) else array
     return jax.tree.unflatten(structure, [array])
 
 

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from optax_freeze._errors import counted, in_one_line, is_concrete, is_int, message, value_error
-from optax_freeze._optimizer.groups import GroupPlans
+from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of, elements
 from optax_freeze._spec.plan import Plan
@@ -29,7 +29,7 @@ from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import masks_in
-from optax_freeze._verify import base_record
+from optax_freeze._verify import saved_base
 from optax_freeze._verify.fingerprint import array_digest, as_texts
 
 
@@ -42,7 +42,7 @@ class StateRecord:
     part: Any
 
     def as_json(self) -> dict[str, Any]:
-        return {"path": self.path, **base_record.struct_as_json(self.struct), "part": self.part}
+        return {"path": self.path, **saved_base.struct_as_json(self.struct), "part": self.part}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ Written: TypeAlias = Mapping[str, Mapping[str, ArrayRecord]]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    leaves: Sequence[base_record.LeafRecord]
+    leaves: Sequence[saved_base.LeafRecord]
     opt_state: Sequence[StateRecord] | None
     plans: Sequence[bytes]  # the digests of those in the state
     written: Written
@@ -72,7 +72,7 @@ class Record:
         state = None if self.opt_state is None else state
         written = {item: {n: x.as_json() for n, x in arrays.items()} for item, arrays in self.written.items()}
         plans = [digest.hex() for digest in self.plans]
-        return {"format": base_record.FORMAT, "leaves": leaves, "opt_state": state, "plans": plans, "written": written}
+        return {"format": saved_base.FORMAT, "leaves": leaves, "opt_state": state, "plans": plans, "written": written}
 
 
 def array_records(arrays: Mapping[str, Any]) -> dict[str, ArrayRecord]:
@@ -141,7 +141,7 @@ def _plans_of(opt_state: PyTree) -> list[Any]:
     return [node for node in found if isinstance(node, kinds)]
 
 
-def mask_struct(leaf: base_record.LeafRecord) -> Any:
+def mask_struct(leaf: saved_base.LeafRecord) -> Any:
     """The shape of the mask or row numbers of a leaf, which are stored with the arrays, or ``MaskedNode``."""
     if isinstance(leaf.selection, DenseMask):
         assert leaf.struct is not None
@@ -151,7 +151,7 @@ def mask_struct(leaf: base_record.LeafRecord) -> Any:
     return _tree.MASKED_NODE
 
 
-def spec_of(leaves: Sequence[base_record.LeafRecord], masks: Sequence[Any]) -> ResolvedSpec:
+def spec_of(leaves: Sequence[saved_base.LeafRecord], masks: Sequence[Any]) -> ResolvedSpec:
     """The spec that was saved. ``masks`` has the mask or row numbers of each leaf, or ``MaskedNode``."""
 
     def choice(selection: Selection, mask: Any) -> Choice:
@@ -179,9 +179,9 @@ def read_record(step: str) -> Record:
     """Reads the record of a checkpoint. A ``ValueError`` names a field that is missing or invalid."""
 
     with reading(step, "spec"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
-        record = base_record.Field(checkpointer.restore(epath.Path(step) / "spec"), functools.partial(damaged, step))
-    base_record.refuse_newer(record, step, "the checkpoint was")
-    leaves, state = base_record.leaves_of_json(record["leaves"]), record["opt_state"]
+        record = saved_base.Field(checkpointer.restore(epath.Path(step) / "spec"), functools.partial(damaged, step))
+    saved_base.refuse_newer(record, step, "the checkpoint was")
+    leaves, state = saved_base.leaves_of_json(record["leaves"]), record["opt_state"]
     items = {item: arrays.entries() for item, arrays in record["written"].entries().items()}
     written = {
         item: {
@@ -200,7 +200,7 @@ def damaged(step: str, field: str, got: str, expected: str) -> ValueError:
     return value_error(what, at=f"{step}/spec: {field}", got=got, expected=expected, fix=fix)
 
 
-def _state_of_json(array: base_record.Field) -> StateRecord:
+def _state_of_json(array: saved_base.Field) -> StateRecord:
     part = array["part"].checked(
         "rows, a number of elements, or null",
         lambda part: part is None or isinstance(part, dict) or (is_int(part) and part >= 0),
@@ -215,7 +215,7 @@ def refuse_other_state(saved: Record, template: PyTree, at: str) -> None:
         fix = "create a new state: tx.init(params)"
         raise value_error("no optimizer state in the checkpoint", at=at, got=got, expected=expected, fix=fix)
     fix = "give the state of the optimizer and the spec that were saved; then fz.migrate(opt_state, tx, params)"
-    base_record.refuse_other_arrays(saved.opt_state, state_records(template), "opt_state", "the checkpoint", fix)
+    saved_base.refuse_other_arrays(saved.opt_state, state_records(template), "opt_state", "the checkpoint", fix)
     plans = _plans_of(template)
     for plan, digest in zip(plans, saved.plans, strict=False):
         refuse_other_plan(plan, np.frombuffer(digest, np.uint8), "opt_state: the state in the checkpoint", fix)

@@ -13,8 +13,8 @@ from typing import Any
 from optax_freeze._errors import counted, described, is_array, type_error, value_error, whole_number
 from optax_freeze._precompute.precompute import Features, Precomputed
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._verify.base_record import absolute
 from optax_freeze._verify.one_writer import only_writer, sync
+from optax_freeze._verify.saved_base import absolute
 from optax_freeze.features import _record
 from optax_freeze.features._arrays import Writer, by_example, held, on_host
 from optax_freeze.features._batches import computation

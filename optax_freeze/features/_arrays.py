@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from optax_freeze._errors import described, in_one_line, value_error
-from optax_freeze._verify.base_record import is_key, key_impl
+from optax_freeze._verify.saved_base import is_key, key_impl
 from optax_freeze.features._record import Record, damaged
 
 _RUN_BYTES = 2**18

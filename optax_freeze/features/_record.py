@@ -17,7 +17,7 @@ import jax
 from optax_freeze._errors import counted, described, message, value_error
 from optax_freeze._precompute.precompute import Features, Precomputed, full_plan
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._verify import base_record
+from optax_freeze._verify import saved_base
 from optax_freeze._verify.one_writer import LOCK, sync
 
 FILE = "features.record"
@@ -25,7 +25,7 @@ FILE = "features.record"
 
 @dataclasses.dataclass
 class Record:
-    leaves: list[base_record.LeafRecord]
+    leaves: list[saved_base.LeafRecord]
     cut: str  # the digest of the program
     features: list[Any]  # the shape and dtype of each feature of one example
     variants: int = 1  # of each example
@@ -47,19 +47,19 @@ class Record:
         return b"%s %08x\n" % (text, self.checksum)
 
 
-def base_of(params: PyTree, once: Precomputed) -> list[base_record.LeafRecord]:
-    return base_record.leaf_records(params, full_plan(params, once.frozen))
+def base_of(params: PyTree, once: Precomputed) -> list[saved_base.LeafRecord]:
+    return saved_base.leaf_records(params, full_plan(params, once.frozen))
 
 
-def begin(where: str, shapes: Features, leaves: list[base_record.LeafRecord], variants: int) -> Record:
+def begin(where: str, shapes: Features, leaves: list[saved_base.LeafRecord], variants: int) -> Record:
     record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes], variants)
     file = os.path.join(where, FILE)
     header = {
         "cut": record.cut,
         "variants": variants,
-        "features": list(map(base_record.struct_as_json, record.features)),
+        "features": list(map(saved_base.struct_as_json, record.features)),
     }
-    header |= {"format": base_record.FORMAT, "leaves": [leaf.as_json() for leaf in leaves]}
+    header |= {"format": saved_base.FORMAT, "leaves": [leaf.as_json() for leaf in leaves]}
     open(f"{file}.new", "wb").close()
     _append(f"{file}.new", record, header)
     sync(f"{file}.new")
@@ -127,12 +127,12 @@ def read_record(
     if not contents:
         raise damaged(file, "an empty file")
     header, *others = [
-        base_record.Field(content, lambda field, got, expected: damaged(f"{file}: {field}", got, expected))
+        saved_base.Field(content, lambda field, got, expected: damaged(f"{file}: {field}", got, expected))
         for content in contents
     ]
-    base_record.refuse_newer(header, where, "the features were")
+    saved_base.refuse_newer(header, where, "the features were")
     record = Record(
-        base_record.leaves_of_json(header["leaves"]),
+        saved_base.leaves_of_json(header["leaves"]),
         header["cut"].text(),
         [feature.struct() for feature in header["features"].items("arrays")],
         header["variants"].number(1),
@@ -167,15 +167,15 @@ def refuse_other_variants(record: Record, variants: int) -> None:
         )
 
 
-def refuse_other_params(record: Record, now: list[base_record.LeafRecord]) -> None:
+def refuse_other_params(record: Record, now: list[saved_base.LeafRecord]) -> None:
     where, saved = "the stored features", record.leaves
     fix = "give the parameters and the spec that the features were written with, or write into another directory"
-    base_record.refuse_other_arrays(saved, now, "params", where, fix)
+    saved_base.refuse_other_arrays(saved, now, "params", where, fix)
     was, got = ([leaf.selection for leaf in each] for each in (saved, now))
-    base_record.refuse_other_selections(was, got, [leaf.path for leaf in saved], where, fix)
+    saved_base.refuse_other_selections(was, got, [leaf.path for leaf in saved], where, fix)
     expected = "the frozen parameters that the features were computed with"
     fix = "load the same base, or write the features of this base into another directory"
-    base_record.refuse_other_base(saved, now, where, expected, fix)
+    saved_base.refuse_other_base(saved, now, where, expected, fix)
 
 
 def refuse_other_features(record: Record, shapes: Features, number: int) -> None:

@@ -18,7 +18,7 @@ from optax_freeze._spec.rename import renamed
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._verify import base_record
+from optax_freeze._verify import saved_base
 from optax_freeze._verify.frozen_leaves import refuse_unreadable
 from optax_freeze._verify.processes import in_process_0, refuse_different_processes
 from optax_freeze.patch import _file
@@ -67,12 +67,12 @@ def take(params: PyTree, frozen: Spec, *, rename: Mapping[str, str] | None = Non
     plan = make_plan(params, frozen, tied=tied).in_state
     plan.refuse_all_frozen("there is nothing to take", frozen)
     values = _tree.flatten(params)[0]
-    for leaf, value, selection in zip(plan.leaves, values, plan.selections, strict=True):
+    for leaf, selection, value in plan.entries(values):
         for array in (value, *jax.tree.leaves(selection)):
             refuse_unreadable(array, leaf.path, "params")
-    leaves = base_record.leaf_records(params, plan, fingerprints=False)
+    leaves = saved_base.leaf_records(params, plan, fingerprints=False)
     refuse_different_processes("the spec", lambda: [leaf.as_json() for leaf in leaves])
-    leaves = base_record.leaf_records(params, plan)
+    leaves = saved_base.leaf_records(params, plan)
     paths = [leaf.path for leaf in leaves]
     names = dict(zip(paths, renamed(paths, rename, of="params"), strict=True))
     tensors: dict[str, np.ndarray] = {}

@@ -20,8 +20,8 @@ from optax_freeze._spec.pretrained_leaf import dtype_of, grown, growth_of, kind_
 from optax_freeze._spec.resolve import plan_of_choices
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowSelection
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._verify import base_record
-from optax_freeze._verify.base_record import LeafRecord
+from optax_freeze._verify import saved_base
+from optax_freeze._verify.saved_base import LeafRecord
 from optax_freeze.patch._layout import VALUES, trained
 from optax_freeze.patch._patch import Patch
 
@@ -46,16 +46,16 @@ def refuse_other_base(
 
     def now(spec: Mapping[str, Any], fingerprints: bool) -> list[LeafRecord]:
         plan = plan_of_choices(walk, leaves, [spec.get(path, False) for path in walk.paths], "ignore")
-        found = base_record.leaf_records(params, plan, fingerprints=fingerprints)
+        found = saved_base.leaf_records(params, plan, fingerprints=fingerprints)
         return [leaf for leaf in found if leaf.path in saved]
 
     fix = f"{_FIX}; or base=False, for another dtype or a longer table"
     got = now({}, fingerprints=False)
     expected = [saved[leaf.path] for leaf in got]
-    base_record.refuse_other_arrays(expected, got, "params", "the patch", fix)
+    saved_base.refuse_other_arrays(expected, got, "params", "the patch", fix)
     fix = f"{_FIX}; patches of one base together, patch.apply(params, one, other); or base=False, for another base"
     told = "the frozen bits that were there when the patch was taken"
-    base_record.refuse_other_base(expected, now(choices, fingerprints=True), "the patch", told, fix)
+    saved_base.refuse_other_base(expected, now(choices, fingerprints=True), "the patch", told, fix)
 
 
 def refuse_misfits(patch: Patch, own: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ import numpy as np
 from optax_freeze._errors import counted, described, in_one_line, value_error
 from optax_freeze._report.safetensors_format import DTYPES, imported
 from optax_freeze._spec.selection import FROZEN
-from optax_freeze._verify.base_record import FORMAT, Field, LeafRecord, leaves_of_json, refuse_newer
 from optax_freeze._verify.one_writer import sync
+from optax_freeze._verify.saved_base import FORMAT, Field, LeafRecord, leaves_of_json, refuse_newer
 from optax_freeze.patch._layout import numbers_fit, tensors_of
 
 KEY = "optax_freeze.patch"

@@ -20,8 +20,8 @@ from optax_freeze._spec.selection import (
     Selection,
 )
 from optax_freeze._spec.tree import MASKED_NODE
-from optax_freeze._verify.base_record import LeafRecord
 from optax_freeze._verify.processes import on_host
+from optax_freeze._verify.saved_base import LeafRecord
 
 VALUES, ROWS, INDICES = ".values", ".rows", ".indices"
 """What follows the name of a leaf that trains in part."""

@@ -13,7 +13,7 @@ from optax_freeze._errors import (
 from optax_freeze._report.table import size
 from optax_freeze._spec.selection import TRAINABLE, RowSelection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec, Selector
-from optax_freeze._verify.base_record import LeafRecord
+from optax_freeze._verify.saved_base import LeafRecord
 from optax_freeze.patch._layout import VALUES, choice_of_leaf
 
 

@@ -36,7 +36,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def times() -> None:
-    import steps
+    import steps  # pyright: ignore[reportMissingImports]
 
     table = measure.table(
         "Time of an audit / time to compile the step and to take three steps", timed=["median", "largest"]

@@ -21,7 +21,7 @@ import rich.console
 import optax_freeze as fz
 from optax_freeze._report import table as _table
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.fold import fold
+from optax_freeze._spec.folded_paths import fold
 
 
 def shape(*sizes, dtype=jnp.float32):

@@ -31,7 +31,7 @@ from optax_freeze._spec.selection import (
 )
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import outermost_states
-from optax_freeze._state.parameter_of import parameter_of
+from optax_freeze._state.owning_parameter import parameter_of
 
 _WRAPPERS = (FreezeState, FreezeWhenState, UnionState, optax.transforms.PartitionState, optax.MaskedState)
 
@@ -69,7 +69,7 @@ class _Subtree(NamedTuple):
         (names, trains), parts, indices = self.scope, self.parts, self.indices
         if plan is not None:
             plan = plan.in_state
-            selections = [(leaf.path, its) for leaf, its in zip(plan.leaves, plan.selections, strict=True)]
+            selections = [(leaf.path, selection) for leaf, selection in plan.entries()]
             trains = frozenset(path for path, selection in selections if selection is not FROZEN)
             parts = (*parts, {path: selection for path, selection in selections if selection.in_part})
             pairs = zip(plan.leaves, plan.part_indices, strict=True)

@@ -1,20 +1,19 @@
 """Adds updates to parameters; frozen parameters keep every bit, and trainable rows are written in place."""
 
-import dataclasses
 import functools
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from optax_freeze._errors import is_array, is_number, value_error
+from optax_freeze._errors import value_error
+from optax_freeze._optimizer.leaf_updates import is_nothing, stays, updated
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import refuse_on_host, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, make_plan
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
-from optax_freeze._spec.source import refuse_other_rows
+from optax_freeze._spec.selection import FROZEN, TRAINABLE
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 Tree = TypeVar("Tree")
@@ -49,7 +48,7 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
     selections = [TRAINABLE] * len(values) if frozen is None else make_plan(params, frozen).selections
     paths = functools.cache(lambda: _tree.paths(params))
     for i, (value, change, selection) in enumerate(zip(values, changes, selections, strict=True)):
-        if selection is FROZEN or is_nothing(change) or _stays(value, change):
+        if selection is FROZEN or is_nothing(change) or stays(value, change):
             continue
         if isinstance(change, Part) and not isinstance(value, Part) and not _tree.is_masked_node(value):
             index = change.index if selection is TRAINABLE else selection.part_index
@@ -70,48 +69,6 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
     return jax.tree.unflatten(treedef, list(map(updated, values, changes, selections)))
 
 
-def updated(value: Any, change: Any, selection: Selection) -> Any:
-    """One leaf with its update added."""
-    if selection is FROZEN or is_nothing(change) or _stays(value, change):
-        return value
-    if isinstance(value, Part):
-        return dataclasses.replace(value, values=jax.tree.map(optax.apply_updates, value.values, change.values))
-    if isinstance(change, Part) and selection is TRAINABLE:
-        selection = _places(change)
-    return selection.add(value, change)
-
-
-def _places(part: Part) -> Selection:
-    """The selection of a part's elements; a ``ValueError`` if the part does not contain it."""
-    if isinstance(part.index, RowIndex):
-        return part.index
-    if isinstance(part.index, DynamicRowIndex) and part.trains is not None and part.trains.dtype == bool:
-        return part.index.with_trainable(part.trains)
-    is_rows = isinstance(part.index, DynamicRowIndex)
-    mask = "no mask with their positions" if part.trains is None else f"a mask of {part.trains.dtype}"
-    what = f"the positions of a Part of {'dynamic rows' if is_rows else 'single elements'} are unknown"
-    at = f"a leaf of shape {part.shape}"
-    got = f"{'rows' if is_rows else 'a vector of elements'} and {mask}"
-    fix = "fz.apply_updates(params, updates, fz.spec_of(state))"
-    raise value_error(what, at=at, got=got, expected="`frozen` with the mask that is in the optimizer state", fix=fix)
-
-
-def _stays(value: Any, change: Any) -> bool:
-    """Whether a leaf that is not an array keeps its value; Python numbers do if their update changes nothing."""
-    if isinstance(value, Part) or _tree.is_masked_node(value) or is_array(value):
-        return False
-    if is_number(value):  # 0.0 added to -0.0 is 0.0
-        return is_number(change) and repr(change) == repr(no_change(change))
-    return isinstance(value, bool) or not isinstance(value, int) or (isinstance(change, (int, float)) and change == 0)
-
-
-def no_change(number: Any) -> Any:
-    """The Python number that, added to any other of this type, changes nothing."""
-    if isinstance(number, complex):
-        return complex(-0.0, -0.0)
-    return -0.0 if isinstance(number, float) else 0
-
-
 def _fits(value: Any, change: Any) -> bool:
     """Whether an update can be added to a leaf without changing its shape."""
     if isinstance(value, Part):
@@ -121,8 +78,3 @@ def _fits(value: Any, change: Any) -> bool:
 
 def _shape(leaf: Any) -> str:
     return f"part of shape {leaf.values.shape}" if isinstance(leaf, Part) else f"shape {jnp.shape(leaf)}"
-
-
-def is_nothing(change: Any) -> bool:
-    """Whether an update is empty: ``MaskedNode``, None, or the float0 gradient of an integer leaf."""
-    return change is None or _tree.is_masked_node(change) or getattr(change, "dtype", None) == jax.dtypes.float0

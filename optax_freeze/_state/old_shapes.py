@@ -11,9 +11,9 @@ import numpy as np
 
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._state.entries import Entry, entries_of, join
 from optax_freeze._state.own_states import outermost_states
 from optax_freeze._state.row_axes import Resized, init_shapes
+from optax_freeze._state.state_entries import Entry, entries_of, join
 
 Shape: TypeAlias = tuple[int, ...] | None
 """The shape of a leaf, or None if it is not known."""

@@ -11,8 +11,9 @@ import jax
 from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition, as_condition
 from optax_freeze._spec.masks import ElementMask
+from optax_freeze._spec.prefix_tree import as_choice
 from optax_freeze._spec.selector_algebra import Choice, Path, Selectable, Selector, as_selector
-from optax_freeze._spec.selectors import as_choice, path
+from optax_freeze._spec.selectors import path
 from optax_freeze._spec.tree import Leaf
 
 

@@ -9,13 +9,14 @@ import optax
 from optax_freeze._errors import described, in_one_line, type_error, value_error
 from optax_freeze._gradient.argnums import parameters_first, refuse_several
 from optax_freeze._gradient.grad import refuse_no_function, value_and_grad
-from optax_freeze._gradient.group_gradients import GroupSpec, gradient_of_groups
-from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.update_params import Update, succeeds, update_params, with_zeros
+from optax_freeze._gradient.group_gradients import gradient_of_groups
+from optax_freeze._optimizer.transformation import Update, as_transformation
+from optax_freeze._optimizer.update_params import succeeds, update_params, with_zeros
+from optax_freeze._spec.group_spec import GroupSpec
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._state.batch_rows import refuse_no_functions, with_rows_of
 from optax_freeze._state.own_states import states_in
 from optax_freeze._state.spec_of import spec_of
+from optax_freeze._train.batch_rows import refuse_no_functions, with_rows_of
 
 _CALL = "fz.train_step(loss, tx)"
 _EXTRA_ARGS = ("value", "grad", "value_fn", "obj_fn", "grad_fn")
@@ -92,16 +93,7 @@ def train_step(
         except ValueError as error:
             if not states_in(params):
                 raise
-            swapped = not states_in(state)
-            raise value_error(
-                "the parameters and the state are swapped" if swapped else "a whole training state as the parameters",
-                at="step",
-                got="a state of an optimizer"
-                + " as the first argument" * swapped
-                + " in the parameters" * (not swapped),
-                expected="step(params, state, *args)",
-                fix="swap the first two arguments" if swapped else "step(state.params, state.opt_state, *args)",
-            ) from error
+            raise _other_arguments(swapped=not states_in(state)) from error
         value_fn = (lambda params: of_params(params)[0]) if has_aux else of_params
         known = {
             "value": value[0] if has_aux else value,
@@ -133,6 +125,16 @@ def train_step(
         return new, new_state, value
 
     return step
+
+
+def _other_arguments(*, swapped: bool) -> ValueError:
+    """The error for the state of an optimizer in the first argument, if the second is the parameters or a batch."""
+    what, got = "a whole training state as the parameters", "a state of an optimizer in the parameters"
+    fix = "step(state.params, state.opt_state, *args)"
+    if swapped:
+        what, got = "the parameters and the state are swapped", "a state of an optimizer as the first argument"
+        fix = "swap the first two arguments"
+    return value_error(what, at="step", got=got, expected="step(params, state, *args)", fix=fix)
 
 
 def _needed(given: Sequence[str], update: Callable[[Sequence[str]], Any]) -> list[str] | None:

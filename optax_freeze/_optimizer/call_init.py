@@ -2,7 +2,7 @@
 
 import contextvars
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -69,3 +69,10 @@ def eval_init(init: Init, params: PyTree) -> PyTree:
             return init(jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
 
     return jax.eval_shape(init_of, {i: leaf for i, leaf in enumerate(leaves) if is_array(leaf)})
+
+
+def first_difference(a: Any, b: Any) -> int | Literal["rank"] | None:
+    """The first axis along which two shapes differ; "rank" if one has more axes."""
+    if a.ndim != b.ndim:
+        return "rank"
+    return next((i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m), None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,16 +12,17 @@ import numpy as np
 
 from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
-from optax_freeze._optimizer.given_groups import GivenGroup
-from optax_freeze._optimizer.no_update import zero
+from optax_freeze._optimizer.group_state import GroupLeaves
+from optax_freeze._optimizer.leaf_updates import zero
+from optax_freeze._optimizer.parse_groups import GivenGroup
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Choice, Elements, Rows, elements, rows
+from optax_freeze._spec.masks import Choice, Elements, StaticRows, elements, rows
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.plan_digest import Line
-from optax_freeze._spec.resolve import Tied, plan_of_choices
+from optax_freeze._spec.plan_digest import PlanLine
+from optax_freeze._spec.plan_nodes import register_as_static
+from optax_freeze._spec.resolve import Tied, plan_of_choices, register_with_flax
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
-from optax_freeze._spec.static_node import register_as_static
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._spec.untrainable import refuse_untrainable
 
@@ -50,15 +52,15 @@ class GroupPlans:
         return self.everything.leaves
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[PlanLine]:
         """What is compared where a state is read: what each group owns, and the conditions."""
         found = []
         for name, plan in zip([*self.names, None], self.plans, strict=True):
             group = "no group" if name is None else f"the group {name!r}"
             for line in map(plan.line, plan.own):
-                found.append(Line(line.path, f"in {group}, {line.told}", (name, line.exact)))
+                found.append(PlanLine(line.path, f"in {group}, {line.told}", (name, line.exact)))
         of_groups = zip(self.names, self.conditions, strict=True)
-        return found + [Line(name, str(condition), condition.recorded) for name, condition in of_groups]
+        return found + [PlanLine(name, str(condition), condition.recorded) for name, condition in of_groups]
 
     def without_masks(self) -> "GroupPlans":
         """The static part of the plans."""
@@ -95,9 +97,7 @@ class GroupPlans:
             zero(leaf, grad, old)
             if selection is FROZEN or i in missing
             else self._merge_leaf(i, owners[i], grad if old is None else old)
-            for i, (leaf, selection, grad, old) in enumerate(
-                zip(self.leaves, self.everything.selections, grads, olds, strict=True)
-            )
+            for i, (leaf, selection, grad, old) in enumerate(self.everything.entries(grads, olds))
         ]
 
     def _merge_leaf(self, i: int, owners: Sequence[tuple[Selection, Any]], like: Any) -> Any:
@@ -126,13 +126,7 @@ def make_group_plans(
     made: dict[str, tuple[GivenGroup, Plan]] = {}
     for group in groups if leaves else ():
         selected = _selected(group, leaves)
-        if group.mask is not None and getattr(group.mask, "keep_state", False):
-            what = "a group of fz.freeze_when has no rows that keep their state"
-            expected, fix = (
-                "rows without keep_state",
-                "fz.freeze(optimizer, {path: mask}), without groups for this leaf",
-            )
-            raise value_error(what, at=group.name, got=repr(group.mask), expected=expected, fix=fix)
+        _refuse_kept_rows(group)
         refuse_untrainable(True if group.mask is None else group.mask, [leaves[i] for i in selected])
         owned = [(leaves[i].path, [i]) for i in selected] if group.each else [(group.name, selected)]
         pairs = [
@@ -140,26 +134,12 @@ def make_group_plans(
             for name, numbers in owned
         ]
         if all(plan.all_frozen for _, plan in pairs) and all(leaves[i].inexact for i in selected):
-            at, got, fix = group.name, "a selector that selects nothing", "correct the pattern"
-            if selected:
-                at, fix = leaves[selected[0]].path, "put the narrower group first, or remove this group"
-                got = f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
-            what, expected = (
-                f"the group {group.name!r} is empty",
-                "at least one element that is not in an earlier group",
-            )
-            raise value_error(what, at=at, got=got, expected=expected, fix=fix)
+            raise _empty(group, [leaves[i].path for i in selected])
         for name, plan in pairs:
             if group.each and plan.all_frozen:
                 continue
             if name in made:
-                raise value_error(
-                    "two groups have the same name",
-                    at=name,
-                    got=f"elements of this leaf in {made[name][0].name} and in {group.name}",
-                    expected="at most one group that is named by the path of the leaf",
-                    fix=f"name the other group by a selector: fz.path({name!r})",
-                )
+                raise _same_name(name, made[name][0], group)
             made[name] = group, plan
     latest = latest if everything.is_placeholder else None
     if not leaves:
@@ -171,6 +151,29 @@ def make_group_plans(
     owners = [group for group, _ in made.values()]
     keys, conditions = tuple(group.name for group in owners), tuple(group.condition for group in owners)
     return GroupPlans(tuple(made), keys, conditions, everything, plans)
+
+
+def _refuse_kept_rows(group: GivenGroup) -> None:
+    if getattr(group.mask, "keep_state", False):
+        what = "a group of fz.freeze_when has no rows that keep their state"
+        fix = "fz.freeze(optimizer, {path: mask}), without groups for this leaf"
+        raise value_error(what, at=group.name, got=repr(group.mask), expected="rows without keep_state", fix=fix)
+
+
+def _empty(group: GivenGroup, selected: Sequence[str]) -> ValueError:
+    at, got, fix = group.name, "a selector that selects nothing", "correct the pattern"
+    if selected:
+        at, fix = selected[0], "put the narrower group first, or remove this group"
+        got = f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
+    expected = "at least one element that is not in an earlier group"
+    return value_error(f"the group {group.name!r} is empty", at=at, got=got, expected=expected, fix=fix)
+
+
+def _same_name(name: str, first: GivenGroup, second: GivenGroup) -> ValueError:
+    got = f"elements of this leaf in {first.name} and in {second.name}"
+    expected = "at most one group that is named by the path of the leaf"
+    fix = f"name the other group by a selector: fz.path({name!r})"
+    return value_error("two groups have the same name", at=name, got=got, expected=expected, fix=fix)
 
 
 def _selected(group: GivenGroup, leaves: Sequence[Leaf]) -> list[int]:
@@ -217,7 +220,7 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
             a, b = jnp.asarray(before.array), jnp.asarray(mask.array)
             return elements(a | b, compact=mask.compact), elements(b & ~a, compact=mask.compact)
     ndim = len(leaf.shape or ()) or 1
-    if isinstance(before, Rows) and isinstance(mask, Rows) and before.axis % ndim == mask.axis % ndim:
+    if isinstance(before, StaticRows) and isinstance(mask, StaticRows) and before.axis % ndim == mask.axis % ndim:
         a, b = (_rows_named(each, leaf) for each in (before, mask))
         both, new = (rows(np.flatnonzero(named).tolist(), mask.axis) for named in (a | b, b & ~a))
         return both, new
@@ -230,10 +233,22 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
     )
 
 
-def _rows_named(mask: Rows, leaf: Leaf) -> np.ndarray:
+def _rows_named(mask: StaticRows, leaf: Leaf) -> np.ndarray:
     """Which rows a mask names, as booleans."""
     assert leaf.shape is not None
     with jax.ensure_compile_time_eval():
         selection = mask.fit(leaf)
         is_frozen = selection.frozen_rows() if isinstance(selection, RowSelection) else selection is FROZEN
         return np.broadcast_to(is_frozen, leaf.shape[mask.axis])
+
+
+def register_groups_with_flax() -> None:
+    """``register_with_flax`` for the nodes of a state of groups."""
+    register_with_flax(GroupPlans)
+    if serialization := sys.modules.get("flax.serialization"):
+
+        def restored(leaves: GroupLeaves, state: Any) -> GroupLeaves:
+            return GroupLeaves(serialization.from_state_dict(dict(leaves), state))
+
+        to_dict = lambda leaves: serialization.to_state_dict(dict(leaves))  # noqa: E731
+        serialization.register_serialization_state(GroupLeaves, to_dict, restored, override=True)

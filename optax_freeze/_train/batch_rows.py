@@ -1,4 +1,4 @@
-"""The rows that train now, of leaves whose rows keep their state: put into a state, and found in a batch."""
+"""Finds in a batch the rows that train in this step, of leaves whose rows keep their state."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,28 +9,11 @@ import jax.numpy as jnp
 from optax_freeze._errors import described, is_array, is_int, refuse_no_mapping, type_error, value_error, with_article
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.kept_state import OF_SEVERAL_STEPS, refuse_optimizer
-from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.row_numbers import rows_named
 from optax_freeze._spec.selector_algebra import as_selector, first_match
-from optax_freeze._spec.sharding import copy_like
-from optax_freeze._spec.source import mark_replaced
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._state.own_states import map_states, states_in
-
-
-def with_rows(state: PyTree, numbers: Mapping[str, Any]) -> PyTree:
-    """A state in which these rows train, by the paths of their leaves; nothing else changes."""
-
-    def visit(node: FreezeState) -> FreezeState:
-        kept = {i: node.plan.leaves[i].path for i in node.plan.kept}
-        masks, treedef = _tree.flatten(node.masks)
-        for i, path in kept.items():
-            if path in numbers:
-                old, masks[i] = masks[i], copy_like(numbers[path], masks[i])
-                mark_replaced(masks[i], old, is_new=True)
-        return node._replace(masks=treedef.unflatten(masks))
-
-    return map_states(lambda node: visit(node) if node.plan.kept else node, state, FreezeState)
+from optax_freeze._state.kept_rows import with_rows
+from optax_freeze._state.own_states import states_in
 
 
 def refuse_no_functions(rows: Mapping[Any, Callable[..., Any]] | None) -> None:
@@ -53,7 +36,7 @@ def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: A
             if inside.plan.kept:
                 refuse_optimizer(inside.plan, inside.plan.kept[0], f"{with_article(type(around).__name__)} around it")
     plans = [node.plan for node in states_in(state, FreezeState)]
-    leaves = [pair for plan in plans for pair in zip(plan.leaves, plan.selections, strict=True)]
+    leaves = [pair for plan in plans for pair in plan.entries()]
     kept = [i for i, (_, selection) in enumerate(leaves) if selection.keep_state]
     keys, numbers = [*rows], {}
     ids = [_ids(key, fn(*args, **kwargs)) for key, fn in rows.items()]

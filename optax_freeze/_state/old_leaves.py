@@ -16,10 +16,10 @@ from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
 from optax_freeze._spec.selector_algebra import as_selector, first_match
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._state.entries import Entry, Scope, entries_of, join
-from optax_freeze._state.moved import Moved
+from optax_freeze._state.moved_rows import Moved
+from optax_freeze._state.old_shapes import Shape, searched, shapes_before
 from optax_freeze._state.row_axes import Resized, init_shapes
-from optax_freeze._state.shapes_before import Shape, searched, shapes_before
+from optax_freeze._state.state_entries import Entry, Scope, entries_of, join
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _resets(reset: Any, params: PyTree) -> tuple[set[str], dict[str, RowIndex]]:
     if reset is None:
         return set(), {}
     plan = make_plan(params, reset)
-    pairs = [*zip(plan.leaves, plan.selections, strict=True)]
+    pairs = [*plan.entries()]
     for leaf, selection in pairs:
         if selection not in (FROZEN, TRAINABLE) and not isinstance(selection, RowIndex):
             raise value_error(

@@ -21,15 +21,15 @@ from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Part
-from optax_freeze._state.entries import Entry, no_fit
-from optax_freeze._state.moved import moved_axes, rows_along
+from optax_freeze._state.moved_rows import moved_axes, rows_along
 from optax_freeze._state.row_axes import Axes, row_axes
+from optax_freeze._state.state_entries import Entry, no_fit
 
 Bool: TypeAlias = Any
 """A bool, or a boolean array that may be traced."""
 
 
-class Source(NamedTuple):
+class Carried(NamedTuple):
     """An old entry from which a new one takes values.
 
     ``by`` is ``"rows"`` for each row, or compact element, that ``stays``, from its ``position`` along ``axes``;
@@ -68,7 +68,7 @@ class Source(NamedTuple):
         return with_sharding(explicit_sharding(new), moved, new, old, self.position, self.stays)
 
 
-class Carry:
+class CarriedValues:
     """The values of an old state in a new one, with ``entries``: for each, ``sources`` are those of the old one.
 
     ``anew`` says whether the transformation at a place begins anew: if all its elements are new, or if some are and it
@@ -90,33 +90,35 @@ class Carry:
             for i, (entry, each, its_axes) in enumerate(zip(entries, olds, axes, strict=True))
         ]
         self.sources = _without_some(entries, self.sources, olds)
+        self._uncertain = {i for i, is_certain in enumerate(certain) if not is_certain}
+        self._paths = {*_tree.paths(params)}
+        self._held: dict[Any, set[str]] = collections.defaultdict(set)  # the leaves of each place before
+        for entry in old:
+            if entry.leaf is not None and entry.arrays:
+                self._held[_place(entry)[0]].add(entry.leaf)
+        self._of_no_leaf: dict[Any, list[int]] = collections.defaultdict(list)  # by scope
         by_place: dict[Any, list[int]] = collections.defaultdict(list)
         for i, entry in enumerate(entries):
             by_place[_place(entry)[0]].append(i)
-        self.anew: dict[Any, Bool] = {}
-        leaves_before: dict[Any, set[str]] = collections.defaultdict(set)
-        for entry in old:
-            if entry.leaf is not None and entry.arrays:
-                leaves_before[_place(entry)[0]].add(entry.leaf)
-        paths = {*_tree.paths(params)}
-        of_no_leaf: dict[Any, list[int]] = collections.defaultdict(list)
-        for i, entry in enumerate(entries):
             if entry.leaf is None and entry.arrays:
-                of_no_leaf[entry.scope].append(i)
-        for place, inside in by_place.items():
-            moments = [i for i in inside if entries[i].leaf is not None]
-            # A moment of a complex leaf may consist of two arrays.
-            parts = [i for i in of_no_leaf[place[0]] if _is_in_moment(entries[i], place[1], paths)]
-            flags = [_not(_any([source.kept for i in (*moments, *parts) for source in self.sources[i]]))]
-            fields = {_place(entries[i])[1] for i in inside}
-            if {"grad", "value"} <= fields or any(_is_history(entries[i]) or not certain[i] for i in moments):
-                sources = [source for i in moments for source in self.sources[i]]
-                before = {_place(source.old)[0] for source in sources}
-                leaves = {entries[i].leaf for i in moments if entries[i].arrays}
-                flags += [source.changed for source in sources]
-                flags += [any(leaves_before[each] != leaves for each in before)]
-                flags += [bool(entries[i].arrays) for i in moments if not self.sources[i]]
-            self.anew[place] = any(entries[i].arrays for i in (*moments, *parts)) and _any(flags)
+                self._of_no_leaf[entry.scope].append(i)
+        self.anew: dict[Any, Bool] = {place: self._begins_anew_at(place, inside) for place, inside in by_place.items()}
+
+    def _begins_anew_at(self, place: tuple[Any, str], inside: Sequence[int]) -> Bool:
+        """:attr:`anew` at a place, which has the entries with these numbers."""
+        entries, sources = self.entries, self.sources
+        moments = [i for i in inside if entries[i].leaf is not None]
+        # A moment of a complex leaf may consist of two arrays.
+        others = [i for i in self._of_no_leaf[place[0]] if _is_in_moment(entries[i], place[1], self._paths)]
+        flags = [_not(_any([source.kept for i in (*moments, *others) for source in sources[i]]))]
+        fields = {_place(entries[i])[1] for i in inside}
+        if {"grad", "value"} <= fields or any(_is_history(entries[i]) or i in self._uncertain for i in moments):
+            leaves = {entries[i].leaf for i in moments if entries[i].arrays}
+            before = [source for i in moments for source in sources[i]]
+            flags += [source.changed for source in before]
+            flags += [self._held[_place(source.old)[0]] != leaves for source in before]
+            flags += [bool(entries[i].arrays) for i in moments if not sources[i]]
+        return any(entries[i].arrays for i in (*moments, *others)) and _any(flags)
 
     def begins_anew(self, entry: Entry) -> Bool:
         """Whether a new entry keeps its initial values."""
@@ -161,7 +163,7 @@ def _is_history(entry: Entry) -> bool:
     return any(shape and len(its) > len(shape) and its[-len(shape) :] == shape for its in shapes)
 
 
-def _source(entry: Entry, old: Entry, axes: Axes, axes_of_moved: Axes | None = None) -> Source | None:
+def _source(entry: Entry, old: Entry, axes: Axes, axes_of_moved: Axes | None = None) -> Carried | None:
     """How a new entry takes values from an old one."""
     if not entry.arrays or not old.arrays:
         return None
@@ -188,22 +190,22 @@ def _source(entry: Entry, old: Entry, axes: Axes, axes_of_moved: Axes | None = N
     in_parts = isinstance(entry.value, Part), isinstance(old.value, Part)
     same, fits = _same(before, now), [shape] == others
     if same and fits:
-        return Source(old, "arrays")
+        return Carried(old, "arrays")
     if all(in_parts) and _axis(before) == _axis(now):
         return _source_of_rows(entry, old, axes)
     frozen = [selection.frozen(len(entry.shape)) for selection in (before, now)]
     stays = _not(_any(frozen))
     kept, changed = (x if isinstance(x, bool) else x.any() for x in (stays, not same and jnp.not_equal(*frozen)))
     if all(e.leaf is not None and [e.shape_of_part] == s for e, s in ((entry, shape), (old, *others))):
-        return Source(old, "elements", kept, changed, stays)
+        return Carried(old, "elements", kept, changed, stays)
     if any(in_parts):
         return None
     if not fits:
         raise no_fit(old, f"shape {others[0][0]}", f"shape {shape[0]}")
-    return Source(old, "arrays", kept, changed)
+    return Carried(old, "arrays", kept, changed)
 
 
-def _source_of_rows(entry: Entry, old: Entry, axes: Axes) -> Source | None:
+def _source_of_rows(entry: Entry, old: Entry, axes: Axes) -> Carried | None:
     """:func:`_source` if both have rows along one axis, or compact elements."""
     before: Any = old.selection
     now: Any = entry.selection
@@ -216,10 +218,10 @@ def _source_of_rows(entry: Entry, old: Entry, axes: Axes) -> Source | None:
     position = jnp.searchsorted(a, b)
     stays = (jnp.take(a, position, mode="clip") == b) & (b < size)
     changed = before.count != now.count or (a != b).any()
-    return Source(old, "rows", stays.any(), changed, stays, position, axes)
+    return Carried(old, "rows", stays.any(), changed, stays, position, axes)
 
 
-def _source_of_moved(entry: Entry, old: Entry, axes: Axes | None) -> Source | None:
+def _source_of_moved(entry: Entry, old: Entry, axes: Axes | None) -> Carried | None:
     """:func:`_source` if rows of the parameter are not where they were; ``axes`` are those of its rows, if known."""
     before: Any = old.selection
     now: Any = entry.selection
@@ -229,18 +231,18 @@ def _source_of_moved(entry: Entry, old: Entry, axes: Axes | None) -> Source | No
         wanted = moved.rows[np.minimum(b, len(moved.rows) - 1)]
         position = np.searchsorted(a, wanted)
         stays = (a.take(position, mode="clip") == wanted) & (wanted >= 0) & (b < len(moved.rows))
-        return Source(old, "rows", bool(stays.any()), True, jnp.asarray(stays), jnp.asarray(position), axes)
+        return Carried(old, "rows", bool(stays.any()), True, jnp.asarray(stays), jnp.asarray(position), axes)
     shapes = [[np.shape(array) for array in each.arrays] for each in (entry, old)]
     if entry.leaf is None or shapes != [[entry.shape_of_part], [old.shape_of_part]]:
         return None
     frozen = np.broadcast_to(np.asarray(before.frozen(len(old.shape))), old.shape)
     stays = ~(moved.take(frozen, True) | np.asarray(now.frozen(len(entry.shape))))
-    return Source(old, "elements", bool(stays.any()), True, jnp.asarray(stays))
+    return Carried(old, "elements", bool(stays.any()), True, jnp.asarray(stays))
 
 
 def _without_some(
-    entries: Sequence[Entry], sources: Sequence[list[Source]], olds: Sequence[Sequence[Entry]]
-) -> list[list[Source]]:
+    entries: Sequence[Entry], sources: Sequence[list[Carried]], olds: Sequence[Sequence[Entry]]
+) -> list[list[Carried]]:
     """The sources without those of a leaf of which rows have moved, if one of its arrays cannot follow them."""
     stuck = {
         (_place(entry)[0], entry.leaf)

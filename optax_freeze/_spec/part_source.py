@@ -25,7 +25,7 @@ from optax_freeze._spec.tree import Part, is_masked_node
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class PartSource:
     """Where the rows or elements of a ``Part`` come from; two are equal if they differ in their arrays alone."""
 
     of_state: bool  # whether they were read from an optimizer state, and are not a constant of the program
@@ -33,19 +33,27 @@ class Source:
     trace: Any = dataclasses.field(default=None, compare=False, repr=False)  # in which the other fields are known
     time: int = dataclasses.field(default=0, compare=False, repr=False)  # when the `Part` was there at the latest
 
-    def around(self, children: Any) -> "Source":
-        """The source of a ``Part`` with these children: as an argument of another program it may have other rows."""
+    def around(self, children: Any) -> "PartSource":
+        """The source of a ``Part`` with these children: as an argument of another program it may have other rows.
+
+        ``Part.tree_unflatten`` calls it and so is not pure: it reads a clock, and what JAX traces now. Its results have
+        the same arrays and are equal (``array``, ``trace`` and ``time`` are not compared); they differ in which wrong
+        rows are noticed later. A pure function would miss some. Whoever reads a ``Part`` could ask for the trace, but
+        not when it left a jitted function, where JAX calls nothing else: rows that were replaced since then would pass
+        for its own. A note about its arrays is lost there, since these are new objects; and static data are those of
+        the first call of the program, for all calls.
+        """
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(children))
         if self.trace == _current_trace() if is_traced else self.array is not None:
             return self
-        return Source.now(self.of_state)
+        return PartSource.now(self.of_state)
 
     @classmethod
-    def now(cls, of_state: bool, array: Any = None) -> "Source":
+    def now(cls, of_state: bool, array: Any = None) -> "PartSource":
         return cls(of_state, array, _current_trace(), next(_CLOCK))
 
     def __reduce__(self) -> Any:
-        return Source.now, (self.of_state,)
+        return PartSource.now, (self.of_state,)
 
 
 _CLOCK = itertools.count()
@@ -66,13 +74,13 @@ def _replaced_at(array: Any) -> int:
     return -1 if time is None else time
 
 
-def source_of(selection: Selection, beside: Any) -> Source | None:
+def source_of(selection: Selection, beside: Any) -> PartSource | None:
     """The source of the trainable part of ``beside``; None if the selection has no array."""
     if is_masked_node(selection.array) or selection.part_index is None:
         return None
     if not is_concrete(selection.array) or not _is_readable(selection.array):
-        return Source.now(selection.of_state)
-    return Source.now(selection.of_state and not isinstance(beside, Tracer), selection.array)
+        return PartSource.now(selection.of_state)
+    return PartSource.now(selection.of_state and not isinstance(beside, Tracer), selection.array)
 
 
 def with_source(part: Any, selection: Selection, leaf: Any) -> Any:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_freeze._spec.selection import TRAINABLE, RowSelection, Selection
-from optax_freeze._state.entries import Entry
 from optax_freeze._state.row_axes import Axes, Resized, axes_of_moved
+from optax_freeze._state.state_entries import Entry
 
 
 class Moved(NamedTuple):

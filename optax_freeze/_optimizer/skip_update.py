@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._errors import is_scalar
-from optax_freeze._optimizer.no_update import negative_zero, zero
-from optax_freeze._program.regions import cast_to_vary, varies
-from optax_freeze._spec.sharding import eval_types, explicit_sharding, with_sharding
+from optax_freeze._optimizer.leaf_updates import negative_zero, zero
+from optax_freeze._spec.sharding import cast_to_vary, eval_types, explicit_sharding, varies, with_sharding
 from optax_freeze._spec.tree import Leaf, PyTree
 
 _MOST_CHANGES = 4

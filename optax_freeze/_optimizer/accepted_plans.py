@@ -55,7 +55,7 @@ def other_transformation(got: str, expected: str) -> TypeError:
 
 def refuse_other_selections(plan: Plan, own: Plan, what: str, where: str = "") -> None:
     """A ``ValueError`` if other elements train in the plan of a state than in that of this transformation."""
-    for leaf, its, mine in zip(plan.leaves, plan.selections, own.selections, strict=True):
+    for leaf, its, mine in plan.entries(own.selections):
         if its != mine:
             raise value_error(
                 f"the state was created with {what}",

@@ -12,14 +12,14 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from optax_freeze._errors import described, is_array, value_error
-from optax_freeze._optimizer.as_transformation import as_transformation
-from optax_freeze._optimizer.init_with import eval_init
+from optax_freeze._optimizer.call_init import eval_init
+from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import on_device
 from optax_freeze._spec.sharding import fitting
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._state.entries import entries_of
-from optax_freeze._state.parameter_of import parameter_of
+from optax_freeze._state.owning_parameter import parameter_of
+from optax_freeze._state.state_entries import entries_of
 
 
 class Placed(NamedTuple):
