@@ -664,7 +664,7 @@ def dynamic_update_slice(eqn: Equation, region: Any) -> Any:
 
     def written(x: Any, update: Any, *starts: Any) -> Any:
         place = region.indices - clipped(starts[axis], operand[axis] - update.shape[axis])
-        new = jnp.take(update, place, axis=axis, mode="clip")
+        new = jnp.take(update, clipped(place, update.shape[axis] - 1), axis=axis, mode="clip")
         zero = cast_to_vary(jnp.zeros((), starts[axis].dtype), varies(jax.typeof(starts[axis])))
         new = eqn.bind(x, new, *starts[:axis], zero, *starts[axis + 1 :])
         return jnp.where(of_each_row((place >= 0) & (place < update.shape[axis]), axis, x.ndim), new, x)
