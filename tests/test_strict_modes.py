@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.experimental import checkify
 
 import optax_freeze as fz
 import optax_freeze.linen as flinen
@@ -149,3 +150,28 @@ def test_a_condition_that_starts_at_infinity():
         new, state, _ = jax.jit(fz.train_step(loss, tx))(before, tx.init(before), tokens)
     assert np.isfinite(state.groups["head"].condition_state.norm)
     assert not np.array_equal(new["head"], before["head"])
+
+
+def read(numbers, params):
+    start = jnp.sum(numbers)
+    of_table = jnp.sin(jax.lax.dynamic_update_slice(params["table"], params["table"][:2] ** 2, (start, 0)))
+    return jnp.sum(of_table) + jnp.sum(params["stack"] ** 2)
+
+
+CHECKED = {
+    "partition": lambda n, p: fz.combine(*fz.partition(p, {"stack": fz.rows(n), "table": ~fz.rows(n), "head": False})),
+    "grad": lambda n, p: fz.grad(read, {"stack": fz.rows(n), "table": ~fz.rows(n), "head": True}, argnums=1)(n, p),
+    "rows that change": lambda n, p: fz.replace_masks(
+        fz.freeze(optax.adam(0.1), {"stack": ~fz.rows(jnp.array([0, 3])), "table": True, "head": False}).init(p),
+        fz.freeze(optax.adam(0.1), {"stack": ~fz.rows(jnp.array([0, 3])), "table": True, "head": False}),
+        p,
+        {"stack": ~fz.rows(n)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_checkify_finds_no_index_out_of_range(name):
+    """Without rows of a lookup or of a batch, of which ``docs/errors.md`` tells."""
+    checked = checkify.checkify(CHECKED[name], errors=checkify.index_checks)
+    jax.jit(checked)(jnp.array([0, 1]), params())[0].throw()

@@ -102,8 +102,9 @@ class KeptRows(NamedTuple):
 
     def _read(self, array: Any, rows: RowsOf) -> jax.Array:
         numbers: Any = self.plan.selections[rows.leaf].array
-        sharding = explicit_sharding(array, resized(array.shape, rows.axis, len(numbers)))
-        return with_sharding(sharding, lambda x: gather(rows.axis, x, numbers), array)
+        shape = resized(array.shape, rows.axis, len(numbers))
+        found = lambda numbers, array: gather(rows.axis, array, numbers)  # noqa: E731
+        return with_sharding(explicit_sharding(array, shape), found, numbers, array)
 
     def written(self, new: PyTree) -> PyTree:
         """The state with these rows of a new one, in place where it is donated."""
@@ -114,8 +115,11 @@ class KeptRows(NamedTuple):
     def _write(self, array: Any, new: Any, rows: RowsOf) -> jax.Array:
         numbers: Any = self.plan.selections[rows.leaf].array
         array = array.astype(new.dtype)  # moments of bfloat16 parameters may become float32 in the first update
-        put = lambda array, new: write(rows.axis, array, numbers, jax.lax.optimization_barrier(new))  # noqa: E731
-        return with_sharding(explicit_sharding(array), put, array, new)
+
+        def put(array: Any, numbers: Any, new: Any) -> jax.Array:
+            return write(rows.axis, array, numbers, jax.lax.optimization_barrier(new))
+
+        return with_sharding(explicit_sharding(array), put, array, numbers, new)
 
 
 def refuse_part_of_kept(part: Part, leaf: Leaf, selection: Selection) -> None:

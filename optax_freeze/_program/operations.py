@@ -103,22 +103,21 @@ def one_result(of: Callable[..., Any], *, is_placed: bool = False) -> Any:
         region = regions[0]
         if region in (None, EVERYTHING) or (given := of(eqn, region)) is None:
             return None
-        apply = (
-            given[1] if is_placed or not _is_divided(eqn, region) else functools.partial(_placed, given[1], eqn, region)
-        )
+        apply = given[1] if is_placed or not _is_divided(eqn) else functools.partial(_placed, given[1], eqn, region)
         return Computation(given[0], functools.partial(_listed, apply))
 
     return of_regions
 
 
-def _is_divided(eqn: Equation, region: Region) -> bool:
-    """Whether a mesh divides a result along its rows by an explicit axis, which may not divide fewer rows."""
-    sharding = sharding_in(eqn.avals_out[0])
-    return sharding is not None and sharding.spec[region.axis] is not None
+def _is_divided(eqn: Equation) -> bool:
+    """Whether a mesh divides an operand or a result by an explicit axis: JAX may refuse the operation for rows."""
+    return any(
+        sharding is not None and any(sharding.spec) for sharding in map(sharding_in, (*eqn.avals_in, *eqn.avals_out))
+    )
 
 
 def _placed(apply: Callable[..., Any], eqn: Equation, region: Region, *operands: Any) -> Any:
-    """``apply(*operands)`` on a mesh that divides the rows: partitioned by XLA."""
+    """``apply(*operands)`` on a mesh: partitioned by XLA, and laid out as a part of the result."""
     places = [i for i, x in enumerate(operands) if isinstance(x, jax.Array)]
 
     def of_arrays(*arrays: Any) -> Any:
@@ -200,7 +199,7 @@ def _laid_out(eqn: Equation, region: Region) -> dict[str, Any]:
 def _layout(eqn: Equation, region: Region) -> NamedSharding | None:
     """The explicit sharding of a region of the result; None where :func:`_placed` lays it out."""
     aval = eqn.avals_out[0]
-    return None if _is_divided(eqn, region) else sharding_in(aval, region.shape(aval.shape))
+    return None if _is_divided(eqn) else sharding_in(aval, region.shape(aval.shape))
 
 
 _OF_ELEMENTWISE = """
@@ -665,7 +664,7 @@ def dynamic_update_slice(eqn: Equation, region: Any) -> Any:
 
     def written(x: Any, update: Any, *starts: Any) -> Any:
         place = region.indices - clipped(starts[axis], operand[axis] - update.shape[axis])
-        new = jnp.take(update, place, axis=axis, mode="clip")
+        new = jnp.take(update, clipped(place, update.shape[axis] - 1), axis=axis, mode="clip")
         zero = cast_to_vary(jnp.zeros((), starts[axis].dtype), varies(jax.typeof(starts[axis])))
         new = eqn.bind(x, new, *starts[:axis], zero, *starts[axis + 1 :])
         return jnp.where(of_each_row((place >= 0) & (place < update.shape[axis]), axis, x.ndim), new, x)

@@ -13,8 +13,6 @@ from optax_freeze._spec.tree import Leaf
 
 def combined(a: Choice, b: Choice, leaf: Leaf, selector: Any, *, either: bool) -> Choice:
     """What at least one of two masks freezes if ``either``, else what both do; an error unless these are rows."""
-    if not leaf.inexact:
-        return True  # it cannot train
     if isinstance(a, StaticRows) and isinstance(b, StaticRows):
         first, second = a.fit(leaf), b.fit(leaf)
         if not isinstance(first, RowIndex):

@@ -84,11 +84,13 @@ def set_rows(axis: int, indices: Any, full: Any, values: Any) -> jax.Array:
 def numbers_where(chosen: Any, count: int) -> jax.Array:
     """The first ``count`` numbers at which a boolean array of one axis is True; if they are fewer, its size follows.
 
-    ``jnp.nonzero`` divides each number by the strides of an array of any shape: twice the work.
+    ``jnp.nonzero`` divides each number by the strides of an array of any shape: twice the work. Here no index is out of
+    range, which ``checkify`` reports even if it is dropped.
     """
-    numbers = jnp.arange(chosen.size)
-    places = jnp.where(chosen, jnp.cumsum(chosen) - 1, count)
-    return jnp.full(count, chosen.size).at[places].set(numbers, mode="drop")
+    numbers = jnp.where(chosen, jnp.arange(chosen.size), chosen.size)
+    places = jnp.maximum(jnp.cumsum(chosen) - 1, 0)
+    of_places = jnp.full(count, chosen.size).at[places]
+    return of_places.min(numbers, mode="drop", indices_are_sorted=True, wrap_negative_indices=False)
 
 
 def of_each_row(values: Any, axis: int, ndim: int) -> jax.Array:

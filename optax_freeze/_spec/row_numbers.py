@@ -10,6 +10,7 @@ import numpy as np
 
 from optax_freeze._errors import is_array, is_concrete, is_int, value_error
 from optax_freeze._spec.indexing import numbers_where
+from optax_freeze._spec.sharding import undivided
 
 
 def named_twice(at: str, got: Any) -> ValueError:
@@ -52,7 +53,8 @@ def rows_named(named: Any, size: int, count: int) -> jax.Array:
 
 
 def _wide(named: Any) -> Any:
-    """Integers to which the number of rows can be added without an overflow."""
+    """Integers to which the number of rows can be added without an overflow, all of them on each device."""
+    named = undivided(named)
     return named.astype(jnp.int32) if named.dtype.itemsize < 4 else named
 
 

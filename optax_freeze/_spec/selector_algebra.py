@@ -168,18 +168,22 @@ class _Joined(Selector):
         return selector.operands if isinstance(selector, cls) else (selector,)
 
     def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        choices = [each.select(leaves) for each in self.operands]
-        return [
-            functools.reduce(functools.partial(self._combine, leaf), found)
-            for leaf, found in zip(leaves, zip(*choices, strict=True), strict=True)
-        ]
+        choices = zip(*(each.select(leaves) for each in self.operands), strict=True)
+        pairs = list(zip(leaves, choices, strict=True))
+        fit = functools.cache(lambda: {id(choice) for leaf, found in pairs if leaf.may_train for choice in found})
+        return [functools.reduce(functools.partial(self._combine, leaf, fit), found) for leaf, found in pairs]
 
-    def _combine(self, leaf: Leaf, a: Choice, b: Choice) -> Choice:
+    def _combine(self, leaf: Leaf, fit: Callable[[], set[int]], a: Choice, b: Choice) -> Choice:
+        """What two choices are together; ``fit`` returns the masks of leaves that may train."""
         if a is self.winner or b is (not self.winner):
             return a
         if b is self.winner or a is (not self.winner):
             return b
-        return combined(a, b, leaf, self, either=self.winner)
+        unfit = [] if leaf.may_train else [mask for mask in (a, b) if id(mask) not in fit()]
+        if not leaf.inexact and not unfit:
+            return True
+        both = combined(a, b, leaf, self, either=self.winner)
+        return unfit[0] if unfit and both is not True else both  # a mask of leaves none of which can train is refused
 
     def __repr__(self) -> str:
         return f" {self.symbol} ".join(map(_operand, self.operands))

@@ -80,6 +80,15 @@ def laid_out(array: Any, aval: Any) -> Any:
         return reshard(array, sharding)
 
 
+def undivided(array: Any) -> Any:
+    """The whole array on each device, if explicit axes of a mesh divide it."""
+    sharding = explicit_sharding(array)
+    if sharding is None or not any(sharding.spec):
+        return array
+    with in_mesh_of(array):
+        return reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
 def in_mesh_of(array: Any) -> contextlib.AbstractContextManager[Any]:
     """A context with the mesh of an array's type: inside of ``jax.sharding.auto_axes`` it is another than outside."""
     current, mesh = get_abstract_mesh(), jax.typeof(array).sharding.mesh

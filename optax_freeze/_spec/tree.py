@@ -110,6 +110,11 @@ class Leaf(NamedTuple):
         return self.dtype is not None and _is_inexact(self.dtype)
 
     @property
+    def may_train(self) -> bool:
+        """Whether the leaf can have a gradient, or is not an array: it may be the ``MaskedNode`` of one that can."""
+        return self.dtype is None or self.inexact
+
+    @property
     def struct(self) -> jax.ShapeDtypeStruct:
         assert self.shape is not None
         return _struct(self.shape, self.dtype)

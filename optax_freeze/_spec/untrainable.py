@@ -12,8 +12,7 @@ from optax_freeze._spec.tree import Leaf
 
 def refuse_untrainable(choice: Choice, leaves: Sequence[Leaf]) -> None:
     """A ``ValueError`` for an element mask of leaves none of which can train, if some of their elements would."""
-    # A leaf without a dtype may be the `MaskedNode` of one that can train.
-    if isinstance(choice, bool) or any(leaf.inexact or leaf.dtype is None for leaf in leaves):
+    if isinstance(choice, bool) or any(leaf.may_train for leaf in leaves):
         return
     for leaf in leaves:
         if leaf.shape and _would_train(choice, leaf):

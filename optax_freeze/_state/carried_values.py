@@ -215,7 +215,7 @@ def _source_of_rows(entry: Entry, old: Entry, axes: Axes) -> Carried | None:
         return None
     size = now.size if isinstance(now, RowSelection) else math.prod(entry.shape)
     a, b = before.indices(), now.indices()
-    position = jnp.searchsorted(a, b)
+    position = jnp.minimum(jnp.searchsorted(a, b), before.count - 1)
     stays = (jnp.take(a, position, mode="clip") == b) & (b < size)
     changed = before.count != now.count or (a != b).any()
     return Carried(old, "rows", stays.any(), changed, stays, position, axes)

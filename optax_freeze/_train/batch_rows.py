@@ -54,7 +54,7 @@ def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: A
                 expected=f"at least {needed}: no row of a batch is left out",
                 fix=f"~fz.rows(jnp.arange({needed}), keep_state=True)",
             )
-        numbers[leaf.path] = rows_named(ids[n].ravel(), selection.size, selection.count)
+        numbers[leaf.path] = rows_named(ids[n], selection.size, selection.count)
     for n, key in enumerate(keys):
         if n not in [matches[i] for i in kept]:
             raise value_error(

@@ -200,6 +200,16 @@ CASES = {
     "the largest of sharded rows": Case(
         largest_of_sharded_rows, {"a": ((64, 64), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((31, 59),), how="quick"
     ),
+    "the largest of rows that an explicit axis divides": Case(
+        largest_of_some_rows,
+        {"a": ((64, 64), "float32")},
+        lambda n: {"a": ~fz.rows(n, 1)},
+        ((36,),),
+        way="restrict",
+        how="quick",
+        mesh="explicit",
+        places={**ON_MESH, "a": P("m", None)},
+    ),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
     "rows of a stack on a mesh": Case(
         rows_of_a_stack,

@@ -19,6 +19,7 @@ MESHES = {"explicit": (EXPLICIT, EXPLICIT), "data": (EXPLICIT, AUTO), "model": (
 LAYOUTS = {"rows": (P("data"), P(None, "data")), "columns": (P(None, "model"), P(None, None, "model"))}
 W, S = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (3, 8, 8))
 TOKENS, NUMBERS = jnp.array([1, 3, 3, 7, 0, 2, 5, 6]), np.array([1, 2])
+ALONG = ("data", "model"), ("data",)
 
 
 def explicit(*names):
@@ -104,3 +105,29 @@ def test_groups_that_change(kind):
             params, state, _ = step(params, state)
     assert jax.tree.map(jax.typeof, params) == jax.tree.map(jax.typeof, first)
     assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_rows_whose_numbers_are_divided(kind):
+    """Rows of a batch of ids, and rows with given numbers."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=MESHES[kind])
+    tx = fz.freeze(optax.adam(0.1), {"w": ~fz.rows(jnp.arange(8), keep_state=True), "s": True})
+
+    def of_lookup(p, ids, out=None):
+        return jnp.sum(jnp.sin(p["w"].at[ids].get(out_sharding=out)))
+
+    def trained(params, ids, numbers, *out):
+        step = fz.train_step(lambda p, ids: of_lookup(p, ids, *out), tx, rows={"w": lambda ids: ids})
+        grads = fz.grad(lambda p: of_lookup(p, ids, *out), {"w": ~fz.rows(numbers), "s": True})(params)
+        return step(params, tx.init(params), ids), grads
+
+    ids, numbers = TOKENS.reshape(4, 2), jnp.array([1, 3, 5, 7])
+    want = jax.jit(trained)({"w": W, "s": S}, ids, numbers)
+    with jax.set_mesh(mesh):
+        ids, numbers = (
+            jax.device_put(x, NamedSharding(mesh, P(*axes))) for x, axes in zip((ids, numbers), ALONG, strict=True)
+        )
+        got = jax.jit(trained, static_argnums=3)(
+            placed(mesh, LAYOUTS["rows"]), ids, numbers, explicit("data", None, None)
+        )
+    assert_equal_up_to_rounding(got, want)

@@ -239,11 +239,14 @@ class TestRows:
 
     def test_masks_that_do_not_combine(self):
         params = {"a": jnp.ones((4, 2)), "steps": jnp.arange(4)}
-        first = fz.rules({"a": fz.rows(0), "steps": fz.rows(0)})
-        assert fz.resolve(params, first | fz.rules({"a": fz.rows(slice(1, 3)), "steps": fz.rows(9, 9)})) == {
-            "a": fz.rows(slice(0, 3)),
-            "steps": True,
-        }
+        first = fz.rules({"**": fz.rows(0)})
+        for other in (fz.rules({"**": fz.rows(slice(1, 3))}), fz.rules({"a": fz.rows(slice(1, 3)), "steps": True})):
+            assert fz.resolve(params, first | other) == {"a": fz.rows(slice(0, 3)), "steps": True}
+        alone = fz.rules({"a": True, "steps": fz.rows(slice(1, 3))})
+        for spec in (first | alone, alone & first, alone | fz.rules({"steps": fz.rows(0)}) | first):
+            with pytest.raises(ValueError, match=r"fz\.rows\(.* cannot train\n  at: steps"):
+                fz.resolve(params, spec)
+        assert fz.resolve(params, alone | fz.rules({"steps": ~fz.rows(slice(1, 3))})) == dict.fromkeys(params, True)
         for other in (fz.rows(1, axis=1), fz.rows(jnp.array([1])), fz.elements(np.eye(4, 2, dtype=bool))):
             for spec in (first | fz.rules({"a": other}), fz.rules({"a": other}) & first):
                 with pytest.raises(ValueError, match=r"two element masks for one leaf\n  at: a"):
