@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import described, is_array, printable, type_error
-from optax_freeze._gradient.dense_gradient import region_of_leaf
+from optax_freeze._errors import is_array, printable
+from optax_freeze._gradient.dense_gradient import refuse_other_aux, region_of_leaf
 from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._program.regions import EVERYTHING, region_of
 from optax_freeze._spec import tree as _tree
@@ -202,7 +202,9 @@ def explain(
             filled = dict(zip(trains, leaves, strict=True))
             tree = jax.tree.unflatten(params_treedef, [filled.get(i, x) for i, x in enumerate(values)])
             out = fun(tree, *args, **kwargs)
-            found, aux = map(jax.tree.leaves, _pair(out) if has_aux else (out, ()))
+            if has_aux:
+                refuse_other_aux(out, has_aux)
+            found, aux = map(jax.tree.leaves, out if has_aux else (out, ()))
             differentiated = [x for x in found if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)]
             return differentiated, list(filter(is_array, aux))
 
@@ -241,18 +243,6 @@ def explain(
         if from_host or {operation.name for operation in everything} == {"gather"}:
             of_reads.append(LeafExplanation(paths[inputs[n]], rows, everything, on_host=from_host))
     return GradientExplanation(tuple(of_gradient), tuple(of_reads))
-
-
-def _pair(out: Any) -> tuple[Any, Any]:
-    if isinstance(out, (tuple, list)) and len(out) == 2:
-        return out[0], out[1]
-    raise type_error(
-        "`fun` returns no auxiliary outputs",
-        at="fz.explain(..., has_aux=True)",
-        got=described(out),
-        expected="a pair (value, aux)",
-        fix="leave out has_aux",
-    )
 
 
 def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> list[tuple["Equation", Any]]:

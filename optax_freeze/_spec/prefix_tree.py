@@ -14,7 +14,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import ElementMask, Rows, elements
 from optax_freeze._spec.patterns import literal
 from optax_freeze._spec.selector_algebra import Choice, Selector, ask_without_values
-from optax_freeze._spec.selectors import as_choice
+from optax_freeze._spec.selectors import as_choice, refuse_condition
 from optax_freeze._spec.tree import Leaf, PyTree
 
 _WRITTEN = 8  # at most this many rules are written out in an error
@@ -23,6 +23,8 @@ _WRITTEN = 8  # at most this many rules are written out in an error
 def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
     """One choice per leaf of ``params``, from a tree of its structure or a prefix of it; one object for each entry."""
     choices, treedef = _tree.flatten(prefix, _is_choice)
+    for choice in choices:
+        refuse_condition(choice, "frozen")
     try:
         subtrees = treedef.flatten_up_to(params)
     except (ValueError, TypeError, KeyError) as error:

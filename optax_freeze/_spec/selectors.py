@@ -160,8 +160,20 @@ def distinct(name: str, patterns: Any, order: str = "from the output to the inpu
     return [path(*pattern) if is_patterns(pattern) else pattern for pattern in patterns]
 
 
+class NotASpec:
+    """A condition of :func:`optax_freeze.freeze_when`, which somebody may take for a spec."""
+
+
+def refuse_condition(value: Any, at: str) -> None:
+    """A ``TypeError`` for a condition where it is said what is frozen."""
+    if isinstance(value, NotASpec):
+        expected, fix = "what is frozen in every step", "fz.freeze_when(optimizer, {pattern: condition})"
+        raise type_error("a condition is not a spec", at=at, got=described(value), expected=expected, fix=fix)
+
+
 def as_choice(value: Any, at: str) -> Choice:
     """A bool or an element mask, also for a boolean array; a ``ValueError`` for anything else."""
+    refuse_condition(value, at)
     if is_bool(value):
         return bool(value)
     if isinstance(value, ElementMask):
