@@ -767,8 +767,8 @@ class TestGroups:
 
 def test_summary():
     text = str(fz.summary(init(), only(1, 3), optax.adam(0.1)))
-    assert "6 train (40 %)" in text
-    assert "18 train (40 %)" in text
+    assert "6 train (40 %): 2 rows of axis 0" in text
+    assert "18 train (40 %): 2 rows of axis 0" in text
 
 
 def test_assert_frozen_and_fingerprint():
