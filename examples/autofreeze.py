@@ -4,8 +4,7 @@ A net learns the digits 0 to 4, and then all ten. In the second training, its la
 gradients settle: ``fz.freeze_converged`` decides every two epochs, and the step, compiled once, computes no gradients
 of frozen layers. A third training adds ``fz.precompute``: whenever more layers freeze, their outputs are computed for
 the whole data set, and the steps start from these outputs. In a fourth, each matrix freezes for good by its own
-gradient (GradES, Wen et al., 2025); the threshold is a share of the mean norm of the matrix's gradients so far. It draws
-``autofreeze.png``.
+gradient (GradES, Wen et al., 2025); the threshold is a share of the mean norm of the matrix's gradients so far.
 """
 
 from typing import Any
