@@ -76,3 +76,6 @@ from optax_freeze._audit.audit_step import audit_step as audit_step
 
 # The types of arguments and results.
 from optax_freeze import typing as typing
+
+# What another name means.
+from optax_freeze._errors import missing_name as __getattr__  # noqa: F401

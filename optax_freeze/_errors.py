@@ -1,6 +1,9 @@
 """Error messages: what is wrong, at which path, got and expected, and the likely fix; and checks of arguments."""
 
+import difflib
 import functools
+import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -121,3 +124,25 @@ def value_error(what: str, *, at: str | list[str], got: Any, expected: Any, fix:
 def type_error(what: str, *, at: str, got: Any, expected: Any, fix: str) -> TypeError:
     """A ``TypeError`` with the text of :func:`message`."""
     return TypeError(message(what, at=at, got=got, expected=expected, fix=fix))
+
+
+_MEANT = {"only": "fz.all_except", "trainable": "fz.all_except", "mask": "fz.elements"}
+
+
+def _missing_name(name: str) -> Any:
+    package = "optax_freeze"
+    what = f"module {package!r} has no attribute {name!r}"
+    if name.startswith("_"):
+        raise AttributeError(what, name=name)
+    public = [each for each in vars(sys.modules[package]) if not each.startswith("_")]
+    meant = [_MEANT[name]] if name in _MEANT else [f"fz.{each}" for each in difflib.get_close_matches(name, public)]
+    fix = f"did you mean {' or '.join(meant)}?" if meant else "dir(fz) lists the names"
+    if importlib.util.find_spec(f"{package}.{name}"):
+        fix = f"import {package}.{name}, which {package} does not load"
+    expected = "a public name"
+    raise AttributeError(message(what, at=f"fz.{name}", got=repr(name), expected=expected, fix=fix), name=name)
+
+
+# The ``__getattr__`` of the package. Type checkers take a name without a known type for no function, and so they still
+# report names that do not exist.
+missing_name: object = _missing_name

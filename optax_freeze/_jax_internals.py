@@ -9,6 +9,7 @@ import contextlib
 import dis
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,6 +27,9 @@ __all__ = ["ClosedJaxpr", "Jaxpr", "Literal", "SymbolicZero"]
 
 _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 register_exclusion(os.path.join(os.path.dirname(__file__), ""))  # the source of an operation is the user's line
+
+_LIBRARIES = re.compile(r"[\\/](site|dist)-packages[\\/](equinox|flax|haiku|keras|optax)[\\/]")
+_FRAMES = 50  # of the innermost ones, which of them is the user's
 
 PRIMITIVES = {each.name: each for of in (primitives, jax.lax) for key, each in vars(of).items() if key.endswith("_p")}
 """The primitives that JAX exports, by name."""
@@ -309,8 +313,11 @@ class Source(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The line of the user's program."""
-        return summarize(self) if self.traceback else ""  # type: ignore[arg-type]
+        """The line of the user's program, if possible not one of a library that the user's program calls."""
+        if not self.traceback:
+            return ""
+        lines = summarize(self, num_frames=_FRAMES).split("\n")[::-1]  # type: ignore[arg-type]
+        return next((line for line in lines if not _LIBRARIES.search(line)), lines[0])
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -103,18 +103,16 @@ def test_an_example_begins_with_a_core_that_can_be_copied(example):
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_is_short_has_a_test_and_a_page_shows_its_core_and_then_the_rest(example):
+def test_an_example_is_short_has_a_test_and_a_page_shows_its_core(example):
     lines = pathlib.Path(f"examples/{example}.py").read_text().splitlines()
-    assert len(lines) <= (170 if example == "teach_magika" else 140)  # which reads a model and files, too
+    limit = 205 if example == "teach_magika" else 140  # it reads a model, and makes files
+    assert len(lines) <= limit
     assert f"test_{example}" in globals()
     assert re.search(rf"^\| \[{example}\]\(#{example}\) \| .+ \|$", INDEX, re.MULTILINE)
     [section] = re.findall(rf"^## {example}\n\n(.*?)(?=^## |\Z)", INDEX, re.MULTILINE | re.DOTALL)
-    include = f"```{{literalinclude}} ../examples/{example}.py\n:language: python\n"
-    before, core, rest = section.split(include)
-    assert before == ""
-    assert core.startswith(':end-before: "# %%"\n```\n')  # the docstring says what the example does
-    assert core.endswith("````{dropdown} The rest\n")
-    assert rest.strip() == ':start-after: "# %%"\n```\n````'
+    core = f'```{{literalinclude}} ../examples/{example}.py\n:language: python\n:end-before: "# %%"\n```\n'
+    assert section.startswith(core)  # whose docstring says what the example does
+    assert section.count("literalinclude") == 1
 
 
 def test_the_page_has_no_other_examples():
@@ -143,18 +141,29 @@ def test_finetune_digits(run, tmp_path):
 
 @pytest.mark.usefixtures("as_users_compile")
 def test_teach_magika(run, tmp_path):
-    output = run("teach_magika", "--files", 2, "--picture", tmp_path / "right.png")
+    output = run("teach_magika", "--files", 4, "--draws", 1, "--picture", tmp_path / "right.png")
     assert "loaded: 8 leaves\ngrown: 2 leaves: Dense_1/bias (rows 0:214 of 218 along axis 0), Dense_1/kernel" in output
     assert float(re.search(r"scores differ from the original by at most (\S+)", output)[1]) < 1e-2
     shares = re.findall(r"^(as shipped|new columns|whole head).*?((?: +[\d.]+){6}) *$", output, re.MULTILINE)
     shipped, columns, head = ([float(share) for share in row.split()] for _, row in shares)
     assert shipped == [0, 0, 0, 0, 100, 100]
-    assert sum(columns[:3]) >= 150
-    assert min(columns[4:]) > 75
-    assert sum(head[:3]) >= 150
+    assert min(columns) >= 75
+    assert min(head[:4]) >= 75
     trained = 4 * (512 + 1)
     assert f"{4 + 2 * 4 * trained:,} bytes of optimizer state" in output
     assert (tmp_path / "right.png").stat().st_size > 5000
+
+
+@pytest.mark.usefixtures("as_users_compile")
+def test_sparse_channels(run, tmp_path):
+    output = run("sparse_channels", "--epochs", 8, "--picture", tmp_path / "costs.png")
+    assert float(re.search(r"changes a logit by at most (\S+)", output)[1]) < 1e-4
+    channels, lora, everything = (numbers(output, f"│ {name} ") for name in ("S2FT", "LoRA", "all"))
+    assert channels[0] == lora[0] == 0.08 * 8 * 128 * 1000
+    assert channels[1] < 0.95 * lora[1] < 0.8 * everything[1]
+    assert channels[2] < 0.85 * lora[2] < 0.6 * everything[2]
+    assert channels[3] > 60
+    assert (tmp_path / "costs.png").stat().st_size > 5000
 
 
 @pytest.mark.usefixtures("as_users_compile")
@@ -361,26 +370,14 @@ def test_autofreeze(run, drawn, tmp_path):
         assert after_once < min(before_once, after)
     totals = numbers(output, "GFLOP of the training")
     assert totals[2] < totals[1] < 0.8 * totals[0]
+    assert totals[3] < totals[0]
+    assert int(re.search(r"GradES: (\d) of 5 matrices are frozen", output)[1]) > 1
     assert min(numbers(output, "held-out accuracy")) > 95
     steps, losses = drawn.pop().axes
     plotted = [1347 // 64 * patch.get_data().values.sum() / 1e3 for patch in steps.patches]
     assert [f"{total:.2f}" for total in plotted[:2]] == [f"{total:.2f}" for total in totals[:2]]
     assert plotted[2] < totals[2]  # which includes running the frozen layers once
-    assert [len(line.get_ydata()) for line in losses.lines] == [12] * 3
-
-
-def test_grades(run):
-    output = run("grades", "--steps", 60, "--share", 0.5)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if re.match(r"│ \d", line)]
-    frozen = [int(cells[1].removesuffix(" of 28")) for cells in rows]
-    assert frozen == [int(attention) + int(perceptron) for _, _, attention, perceptron, *_ in rows]
-    assert frozen[0] == 0
-    assert frozen[-1] > 7
-    costs = [float(cells[4]) for cells in rows]
-    assert all((a < b) is (c > d) for (a, b), (c, d) in zip(*map(itertools.pairwise, (frozen, costs)), strict=True))
-    (first, _), (last, full) = ([float(cell) for cell in cells[5:]] for cells in (rows[0], rows[-1]))
-    assert full < last < 0.8 * first
-    assert int(re.search(r"(\d+) sets of frozen matrices, 1 compilation", output)[1]) > 3
+    assert [len(line.get_ydata()) for line in losses.lines] == [12] * 4
 
 
 def test_gan_alternating(run, drawn, tmp_path):

@@ -102,7 +102,7 @@ class TestWhatItPrints:
         assert [row["path"] for row in rows] == [row.path for row in summary.rows]
         numbers = dict.fromkeys(["elements", "frozen_elements"], 600) | dict.fromkeys(["bytes", "frozen_bytes"], 1200)
         shape = {"path": "encoder/kernel", "shape": [300, 2], "dtype": "bfloat16", "leaves": 1}
-        assert rows[0] == {**shape, **numbers, "host_bytes": 0, "state_bytes": 0}
+        assert rows[0] == {**shape, **numbers, "host_bytes": 0, "state_bytes": 0, "trainable_rows": ""}
         assert [row["state_bytes"] for row in rows] == list(summary.row_state_bytes)
 
     def test_as_a_program_and_as_a_script(self, base, capsys, monkeypatch):
@@ -161,7 +161,7 @@ class TestWhereItLooks:
         frozen = {"encoder": encoder, "head": False, "key": True}
         checkpoint.save(tmp_path, params, frozen, step=7)
         shown = {line.split("  ")[0]: line for line in lines(capsys, tmp_path)}
-        assert shown["encoder/kernel"].endswith("20 train (3.333 %)")
+        assert shown["encoder/kernel"].endswith("20 train (3.333 %): rows 290:300 of axis 0")
         assert shown["encoder/layers/0"].endswith("1 train (50 %)")
         assert shown["encoder/layers/1"].endswith("frozen")
         assert shown["head"].endswith("trains")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from optax_freeze._errors import described, type_error
 from optax_freeze._program.regions import EVERYTHING, Region, Values, names_of, numbers_of, region_of, zero_outside
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
@@ -38,7 +39,9 @@ class DenseGradient:
             filled = list(self.values)
             for i, leaf in zip([*self.trains, *others], [*leaves, *arrays], strict=True):
                 filled[i] = leaf
-            return fun(jax.tree.unflatten(self.treedef, filled))
+            result = fun(jax.tree.unflatten(self.treedef, filled))
+            refuse_other_aux(result, has_aux)
+            return result
 
         self.leaves, self.others = [self.values[i] for i in self.trains], [self.values[i] for i in others]
         self.value_and_grad = jax.value_and_grad(dense, has_aux=has_aux, holomorphic=holomorphic)
@@ -69,6 +72,16 @@ class DenseGradient:
         from optax_freeze._gradient.gradient_program import gradient_program
 
         return gradient_program(self.traced.program, len(self.leaves), wanted)
+
+
+def refuse_other_aux(result: Any, has_aux: bool) -> None:
+    """A ``TypeError`` if a function returns auxiliary outputs without ``has_aux``, or the reverse."""
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    if is_pair != has_aux:
+        what, expected, fix = "`fun` returns no auxiliary outputs", "a pair (value, aux)", "leave out has_aux"
+        if not has_aux:
+            what, expected, fix = "`fun` returns auxiliary outputs", "a scalar", f"has_aux=True, if it is {expected}"
+        raise type_error(what, at=f"has_aux={has_aux}", got=described(result), expected=expected, fix=fix)
 
 
 def value_and_grad_of_plan(

@@ -5,18 +5,19 @@ It also reports how operations read leaves in host memory.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import described, is_array, printable, type_error
-from optax_freeze._gradient.dense_gradient import region_of_leaf
+from optax_freeze._errors import is_array, printable
+from optax_freeze._gradient.dense_gradient import refuse_other_aux, region_of_leaf
 from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._program.regions import EVERYTHING, region_of
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.folded_paths import fold
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowSelection
@@ -97,17 +98,21 @@ class LeafExplanation(Explanation):
 
     @property
     def lines(self) -> list[str]:
-        path = self.path or "(the root)"
+        return list(_folded([self]))
+
+    @property
+    def said(self) -> list[str]:
+        """What is said of the leaf: the lines without its path."""
         if self.rows is not None:
             how = f"everything is computed by {self.merged}" if self.merged else "only their gradient is computed"
             costly = [f"  rows: {operation}" for operation in self.by_rows if not operation.is_cheap]
             whole = [f"  whole: {operation}; other rows that it reads get no gradient" for operation in self.whole]
-            return [f"{path}: {self.trainable_rows} of {self.rows} rows train; {how}", *costly, *whole]
+            return [f"{self.trainable_rows} of {self.rows} rows train; {how}", *costly, *whole]
         if not self.on_host:
-            return [f"{path}: stays on the device, where it is looked up by {self.everything[0]}"]
+            return [f"stays on the device, where it is looked up by {self.everything[0]}"]
         how = " and ".join(["by rows"] * bool(self.by_rows) + ["whole"] * bool(self.everything))
         return [
-            f"{path}: from the host, {how or 'and not read'}",
+            f"from the host, {how or 'and not read'}",
             *(f"  by rows: {operation}" for operation in self.by_rows),
             *(f"  whole: {operation}; better kept on the device" for operation in self.everything),
         ]
@@ -130,8 +135,15 @@ class GradientExplanation(Explanation):
 
     @property
     def lines(self) -> list[str]:
-        leaves = [*self.rows, *self.host]
-        return [line for leaf in leaves for line in leaf.lines] or ["no leaf is frozen by rows"]
+        found = [line for leaves in (self.rows, self.host) for line in _folded(leaves)]
+        return found or ["no leaf is frozen by rows"]
+
+
+def _folded(leaves: Iterable[LeafExplanation]) -> Iterator[str]:
+    """The lines of leaves, once for those whose paths differ in a number and whose lines are the same."""
+    for path, _, (first, *others) in fold((leaf.path, tuple(leaf.said)) for leaf in leaves):
+        yield f"{'/'.join(path) or '(the root)'}: {first}"
+        yield from others
 
 
 def explain(
@@ -202,7 +214,9 @@ def explain(
             filled = dict(zip(trains, leaves, strict=True))
             tree = jax.tree.unflatten(params_treedef, [filled.get(i, x) for i, x in enumerate(values)])
             out = fun(tree, *args, **kwargs)
-            found, aux = map(jax.tree.leaves, _pair(out) if has_aux else (out, ()))
+            if has_aux:
+                refuse_other_aux(out, has_aux)
+            found, aux = map(jax.tree.leaves, out if has_aux else (out, ()))
             differentiated = [x for x in found if is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)]
             return differentiated, list(filter(is_array, aux))
 
@@ -241,18 +255,6 @@ def explain(
         if from_host or {operation.name for operation in everything} == {"gather"}:
             of_reads.append(LeafExplanation(paths[inputs[n]], rows, everything, on_host=from_host))
     return GradientExplanation(tuple(of_gradient), tuple(of_reads))
-
-
-def _pair(out: Any) -> tuple[Any, Any]:
-    if isinstance(out, (tuple, list)) and len(out) == 2:
-        return out[0], out[1]
-    raise type_error(
-        "`fun` returns no auxiliary outputs",
-        at="fz.explain(..., has_aux=True)",
-        got=described(out),
-        expected="a pair (value, aux)",
-        fix="leave out has_aux",
-    )
 
 
 def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> list[tuple["Equation", Any]]:

@@ -12,10 +12,11 @@ import numpy as np
 
 from optax_freeze._errors import described, is_array, type_error, value_error
 from optax_freeze._optimizer.step_conditions import NamedSchedule
+from optax_freeze._spec.prefix_tree import NotASpec
 from optax_freeze._spec.tree import PyTree
 
 
-class Condition:
+class Condition(NotASpec):
     """Decides whether a group is frozen, from the step and a state of its own in the state of the group.
 
     Conditions with the same ``call`` decide together: ``frozen`` and ``next`` take and return one item per group, in

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from optax_freeze._errors import whole_number
+from optax_freeze._spec.prefix_tree import NotASpec
 from optax_freeze._spec.selectors import distinct
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class NamedSchedule:
+class NamedSchedule(NotASpec):
     """A function of the step, equal to any other that the same call makes."""
 
     call: str

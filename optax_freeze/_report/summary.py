@@ -15,7 +15,7 @@ from optax_freeze._report.table import Row
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.resolve import Spec, Tied, make_plan
-from optax_freeze._spec.selection import FROZEN, DenseMask, Selection, shape_of_part
+from optax_freeze._spec.selection import FROZEN, DenseMask, RowSelection, Selection, shape_of_part
 from optax_freeze._spec.tree import Leaf, PyTree, Rest
 
 
@@ -29,8 +29,9 @@ class Summary(_table.Report):
     Attributes:
       rows: one row for each leaf, with its ``path``, ``shape``, ``dtype``, ``elements``, ``frozen_elements``, ``bytes``
         and ``frozen_bytes``, where 4-bit numbers count half a byte, as GPUs and TPUs store them. ``leaves`` is the
-        number of leaves that ``depth=`` combined in the row, ``host_bytes`` the number of bytes in host memory. Shape
-        and dtype are None for objects, and for combined leaves that differ.
+        number of leaves that ``depth=`` combined in the row, ``host_bytes`` the number of bytes in host memory, and
+        ``trainable_rows`` says which rows of which axis train. Shape and dtype are None for objects, and for
+        combined leaves that differ.
       state_bytes: the bytes of the optimizer state with freezing, dense masks included; None without an optimizer.
       full_state_bytes: the bytes of the optimizer state without freezing; None without an optimizer.
       extent: ``"nothing"`` or ``"everything"`` if the spec freezes none or all of the leaves that can train, else None.
@@ -213,4 +214,7 @@ def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
         frozen = elements - selection.elements(shape)
     nbytes, of_frozen = (-(-bits_of(leaf.dtype) * count // 8) for count in (elements, frozen))
     on_host = nbytes if is_on_host(value.array if isinstance(value, Rest) else value) else 0
-    return Row(leaf.path, shape, leaf.dtype, elements, frozen, nbytes, of_frozen, host_bytes=on_host)
+    rows = selection.which() if isinstance(selection, RowSelection) and 0 < frozen < elements else ""
+    return Row(
+        leaf.path, shape, leaf.dtype, elements, frozen, nbytes, of_frozen, host_bytes=on_host, trainable_rows=rows
+    )

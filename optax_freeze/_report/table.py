@@ -18,6 +18,7 @@ class Row(NamedTuple):
       bytes, frozen_bytes: their size.
       leaves: the number of leaves.
       host_bytes: the size of what is in host memory.
+      trainable_rows: of a leaf that trains by rows, which ones and of which axis.
     """
 
     path: str
@@ -29,6 +30,7 @@ class Row(NamedTuple):
     frozen_bytes: int
     leaves: int = 1
     host_bytes: int = 0
+    trainable_rows: str = ""
 
 
 HEADER = {"path": "left", "shape": "left", "dtype": "left", "elements": "right", "bytes": "right", "": "left"}
@@ -64,8 +66,8 @@ def summed(rows: Iterable[Row], depth: int | None) -> list[Row]:
 
 def _sum(path: str, rows: Sequence[Row]) -> Row:
     dtypes = {row.dtype for row in rows}
-    totals = map(sum, zip(*(row[3:] for row in rows), strict=True))
-    return Row(path, None, dtypes.pop() if len(dtypes) == 1 else None, *totals)
+    totals = map(sum, zip(*(row[3:-1] for row in rows), strict=True))
+    return Row._make([path, None, dtypes.pop() if len(dtypes) == 1 else None, *totals, ""])
 
 
 def table(rows: Iterable[Row], totals: list[str]) -> Table:
@@ -86,6 +88,7 @@ def _cells(line: Line) -> tuple[str, ...]:
     status = "frozen" if frozen == elements else "trains"
     if 0 < frozen < elements:
         status = f"{elements - frozen:,} train ({share(elements - frozen, elements)})"
+        status += f": {row.trainable_rows}" * bool(row.trainable_rows)
     if on_host:
         status += ", on the host" if on_host == nbytes else f", {size(on_host)} on the host"
     return (

@@ -23,6 +23,8 @@ _WRITTEN = 8  # at most this many rules are written out in an error
 def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
     """One choice per leaf of ``params``, from a tree of its structure or a prefix of it; one object for each entry."""
     choices, treedef = _tree.flatten(prefix, _is_choice)
+    for choice in choices:
+        refuse_condition(choice, "frozen")
     try:
         subtrees = treedef.flatten_up_to(params)
     except (ValueError, TypeError, KeyError) as error:
@@ -148,8 +150,20 @@ def _as_rules(prefix: PyTree, paths: Sequence[str]) -> str:
     return f"fz.rules({{{', '.join(pairs)}}})"
 
 
+class NotASpec:
+    """A condition of :func:`optax_freeze.freeze_when`, which somebody may take for a spec."""
+
+
+def refuse_condition(value: Any, at: str) -> None:
+    """A ``TypeError`` for a condition where it is said what is frozen."""
+    if isinstance(value, NotASpec):
+        expected, fix = "what is frozen in every step", "fz.freeze_when(optimizer, {pattern: condition})"
+        raise type_error("a condition is not a spec", at=at, got=described(value), expected=expected, fix=fix)
+
+
 def as_choice(value: Any, at: str) -> Choice:
     """A bool or an element mask, also for a boolean array; a ``ValueError`` for anything else."""
+    refuse_condition(value, at)
     if is_bool(value):
         return bool(value)
     if isinstance(value, ElementMask):

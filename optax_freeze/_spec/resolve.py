@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +12,12 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeGuard
 import jax
 import numpy as np
 
-from optax_freeze._errors import described, message, refuse_unknown_choice, type_error, value_error
+from optax_freeze._errors import described, in_one_line, message, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, choice_of
+from optax_freeze._spec.masks import ElementMask, StaticRows, choice_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.plan_digest import digest_of, refuse_other_plan
-from optax_freeze._spec.prefix_tree import from_function, from_prefix
+from optax_freeze._spec.prefix_tree import from_function, from_prefix, refuse_condition
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
 from optax_freeze._spec.tied_leaves import refuse_tied
@@ -116,7 +117,28 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
         covered[id(choice)].append(i)
     for numbers in covered.values():
         refuse_untrainable(choices[numbers[0]], [leaves[i] for i in numbers])
-    return plan_of_choices(walk, leaves, choices, tied)
+    try:
+        return plan_of_choices(walk, leaves, choices, tied)
+    except ValueError as error:
+        if isinstance(frozen, StaticRows):
+            _refuse_for_all(frozen, leaves, error)
+        raise
+
+
+def _refuse_for_all(rows: StaticRows, leaves: Sequence[Leaf], error: ValueError) -> None:
+    """A ``ValueError`` if rows were given alone, and one leaf has them but not every one."""
+    for leaf in sorted(leaves, key=lambda leaf: math.prod(leaf.shape or ()), reverse=True):
+        try:
+            _fit(rows, leaf)
+        except ValueError:
+            continue
+        raise value_error(
+            "rows without a leaf are those of every leaf",
+            at="frozen",
+            got=in_one_line(error).split(" got: ")[0],
+            expected="rows that every leaf has, or a leaf for them",
+            fix=f"name the leaf: fz.rules({{{leaf.path!r}: {rows!r}}})",
+        ) from error
 
 
 def plan_of_choices(walk: Walk, leaves: Sequence[Leaf], choices: Sequence[Choice], tied: Tied) -> Plan:
@@ -188,6 +210,7 @@ def choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]
         return [bool(frozen)] * len(leaves)
     if is_selector(frozen):
         return as_selector(frozen, "frozen").select(leaves)
+    refuse_condition(frozen, "frozen")
     if isinstance(frozen, type):
         expected = "a spec: a bool, patterns, a selector, rules, a tree of bools or a function of shapes"
         fix = "for NNX variables pass their type (nnx.LoRAParam); for each leaf use fz.where(lambda path, leaf: ...)"

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from optax_freeze._errors import value_error
+from optax_freeze._errors import counted, value_error
 from optax_freeze._spec import host_rows as _host_rows
 from optax_freeze._spec.indexing import at, cut, gather, integer_of, numbers_where, of_each_row, scatter, select, write
 from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
@@ -233,6 +233,10 @@ class RowSelection(_Numbered):
         """For each row whether it is frozen."""
         raise NotImplementedError
 
+    def which(self) -> str:
+        """Which rows train, and of which axis."""
+        raise NotImplementedError
+
     def frozen(self, ndim: int) -> jax.Array:
         return of_each_row(self.frozen_rows(), self.axis, ndim)
 
@@ -279,10 +283,16 @@ class RowIndex(RowSelection):
     def part_index(self) -> "RowIndex":
         return self
 
-    def __str__(self) -> str:
+    @property
+    def _named(self) -> str:
         named = [f"{start}:{stop}" + f":{step}" * (step > 1) for start, stop, step in self.progressions]
-        rows = ", ".join(named[:_TOLD]) + f" and {len(named) - _TOLD} more" * (len(named) > _TOLD)
-        return f"trains {'except ' * self.others}in rows {rows} of {self.size} along axis {self.axis}"
+        return ", ".join(named[:_TOLD]) + f" and {len(named) - _TOLD} more" * (len(named) > _TOLD)
+
+    def which(self) -> str:
+        return f"{'all except ' * self.others}rows {self._named} of axis {self.axis}"
+
+    def __str__(self) -> str:
+        return f"trains {'except ' * self.others}in rows {self._named} of {self.size} along axis {self.axis}"
 
     @property
     def _dtype(self) -> Any:
@@ -373,6 +383,9 @@ class DynamicRowIndex(RowSelection):
     def without(self, array: Any) -> jax.Array:
         """The numbers of as many rows: those that are not in ``array``."""
         return self.with_trainable(jnp.ones(self.size, bool).at[array].set(False, mode="drop")).array
+
+    def which(self) -> str:
+        return f"{counted(self.count, 'row', 'rows')} of axis {self.axis}"
 
     def __str__(self) -> str:
         kept = ", which keep their state" * self.keep_state

@@ -12,8 +12,9 @@ from optax_freeze._gradient.grad import refuse_no_function, value_and_grad
 from optax_freeze._gradient.group_gradients import gradient_of_groups
 from optax_freeze._optimizer.transformation import Update, as_transformation
 from optax_freeze._optimizer.update_params import succeeds, update_params, with_zeros
+from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import GroupSpec
-from optax_freeze._spec.tree import PyTree
+from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import states_in
 from optax_freeze._state.spec_of import spec_of
 from optax_freeze._train.batch_rows import refuse_no_functions, with_rows_of
@@ -90,6 +91,16 @@ def train_step(
                 found = gradient_of_groups(of_params, spec, params, has_aux)
             gradient = value_and_grad(of_params, spec, has_aux=has_aux)
             value, grads = gradient(params) if found is None else (found.value, None)
+        except (TypeError, AttributeError) as error:
+            if not any(_tree.is_masked_node(leaf) or isinstance(leaf, Part) for leaf in _tree.flatten(params)[0]):
+                raise
+            raise type_error(
+                "only the trainable part of the parameters",
+                at="step",
+                got=f"the first output of fz.partition, with which the loss fails: {in_one_line(error)}",
+                expected="step(params, state, *args), with all parameters",
+                fix="params = fz.combine(trainable, rest); state = tx.init(params)",
+            ) from error
         except ValueError as error:
             if not states_in(params):
                 raise

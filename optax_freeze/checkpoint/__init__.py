@@ -209,12 +209,12 @@ def restore(
     _refuse_no_state(opt_state)
     _wait_for(where)
     if not _exists(where):
-        raise _nothing_there(where, "no such directory")
+        raise _nothing_there(where, "no such directory", [], step)
     with _manager(where) as manager:
         steps = sorted(manager.all_steps())
         chosen = step if step is not None else manager.latest_step()
         if chosen is None or chosen not in steps:
-            raise _nothing_there(where, f"steps {steps}" if steps else "no checkpoint", step)
+            raise _nothing_there(where, "no checkpoint", steps, step)
         at = os.path.join(where, str(chosen))
         record = _record.read_record(at)
         values, treedef = _tree.flatten(params)
@@ -370,7 +370,9 @@ def _with_array(node: Any, array: Any) -> Any:
     return jax.tree.unflatten(structure, [array])
 
 
-def _nothing_there(where: str, got: str, step: int | None = None) -> FileNotFoundError:
+def _nothing_there(where: str, got: str, steps: Sequence[int], step: int | None) -> FileNotFoundError:
     expected = "a complete checkpoint" if step is None else f"a checkpoint of step {step}"
     fix = "pass the directory that was given to checkpoint.save; if it is empty, latest_step returns None"
+    if steps:
+        got, fix = f"steps {', '.join(map(str, steps))}", f"step={max(steps)}, or None for the latest"
     return FileNotFoundError(message("no checkpoint to restore", at=where, got=got, expected=expected, fix=fix))

@@ -1,7 +1,9 @@
 """What restrict makes of each leaf frozen by rows."""
 
 import inspect
+import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +43,26 @@ def test_operations_and_source_lines():
     assert text[0] == "embed: 1 of 6 rows train; only their gradient is computed"
     assert text[1].startswith("  rows: scatter-add at ")
     assert text[2].startswith("out: 2 of 4 rows train; everything is computed by reshape at ")
+
+
+def test_equal_layers_are_one_line_with_the_line_that_calls_flax():
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(3):
+                x = nn.Dense(8)(x)  # the line of the user
+            return x
+
+    x = jnp.ones((2, 8))
+    params = jax.eval_shape(Stack().init, jax.random.key(0), x)["params"]
+    frozen = {name: {"kernel": fz.rows(slice(0, 2), axis=1), "bias": True} for name in params}
+    loss = lambda params, x: Stack().apply({"params": params}, x).sum()  # noqa: E731
+    _, start = inspect.getsourcelines(Stack)
+    lines = str(fz.explain(loss, params, frozen, x)).splitlines()
+    assert [re.sub(r"/.*/| \(.*", "", line) for line in lines] == [
+        "Dense_0 … Dense_2/kernel: 6 of 8 rows train; only their gradient is computed",
+        f"  rows: dot_general at test_explain.py:{start + 4}:20",
+    ]
 
 
 def test_an_operation_of_jax_numpy_has_the_line_that_calls_it():

@@ -91,7 +91,7 @@ def test_awkward_leaves_have_rows(awkward):
     assert rows["frozen/empty"].shape == (0, 3)
     assert rows["int4"].frozen_elements == 3
     for path in ("fn", "masked"):
-        assert rows[path][1:] == (None, None, 0, 0, 0, 0, 1, 0)
+        assert rows[path][1:] == (None, None, 0, 0, 0, 0, 1, 0, "")
     assert summary.trainable_elements == 2
     assert "frozen/none" not in rows
 
@@ -186,7 +186,7 @@ def test_depth_sums_up_what_is_below(params, depth, paths):
 
 def test_leaves_of_other_dtypes_in_one_row():
     [row] = fz.summary({"a": {"b": jnp.ones(2), "c": jnp.ones(2, jnp.bfloat16)}}, True, depth=1).rows
-    assert row == ("a", None, None, 4, 4, 12, 12, 2, 0)
+    assert row == ("a", None, None, 4, 4, 12, 12, 2, 0, "")
 
 
 def block(names=("attention", "mlp"), size=4):
@@ -312,10 +312,26 @@ def test_shares_are_nothing_or_everything_only_if_exactly_so():
     assert sizes == ["0 B", "1023 B", "1.0 KiB", "1.5 GiB", "1,048,576.0 EiB"]
 
 
+def test_rows_say_which_they_are():
+    columns, turning = ~fz.rows(slice(10), axis=1), ~fz.rows(jnp.array([3]))
+    params = {"bias": shape(9), "layers": [shape(8, 40), shape(8, 40)], "table": shape(9, 1)}
+    spec = {"bias": fz.rows([0, 7]), "layers": columns, "table": turning}
+    assert [(line[0], line[-1]) for line in shown(fz.summary(params, spec))[0]] == [
+        ("bias", "7 train (77.78 %): rows 1:7, 8:9 of axis 0"),
+        ("layers/0 … 1", "160 train (25 %): rows 0:10 of axis 1"),
+        ("table", "1 train (11.11 %): 1 row of axis 0"),
+    ]
+
+
 def test_leaves_say_what_they_are():
     params = {"masked": optax.MaskedNode(), "empty": shape(0, 3), "part": shape(100, 10), "whole": shape(2)}
     cells, totals = shown(fz.summary(params, fz.rules({"part": fz.rows(slice(0, 99))})))
-    said = [("(0, 3)", "0 B"), ("no array", "0 B"), ("(100, 10)", "10 train (1 %)"), ("(2,)", "trains")]
+    said = [
+        ("(0, 3)", "0 B"),
+        ("no array", "0 B"),
+        ("(100, 10)", "10 train (1 %): rows 99:100 of axis 0"),
+        ("(2,)", "trains"),
+    ]
     assert [(line[1], line[-1]) for line in cells] == said
     assert totals == [
         "trainable 12 of 1,002 elements (1.198 %), 48 B of 3.9 KiB",
@@ -437,7 +453,7 @@ class TestOnHost:
         assert after.row_state_bytes == before.row_state_bytes
         for text in (str(after), rendered(after, 120), html.unescape(after._repr_html_())):
             assert "frozen, on the host" in text
-            assert "12 train (25 %), on the host" in text
+            assert "12 train (25 %): rows 3:4 of axis 0, on the host" in text
             assert "in the device's memory 12 B, in the host's 240 B" in text
 
     def test_a_sum_and_bars_say_how_much(self, ax):
