@@ -131,7 +131,7 @@ class _PartOfLoop:
         self.consts, self.carried = found.consts, found.carried
         self.length, self.reverse, self.unroll = found.length, found.reverse, found.unroll
         self.body = walk.body(found.body)
-        self.marks = results_that_decide(found, self.body, walk.decide(eqn))
+        self.marks = results_that_decide(found, walk.decide(eqn))
         self.outputs = _outputs(eqn, wanted[self.carried :], self.carried, self.length)
         on_host, self.available = late_inputs(walk.late, eqn.inputs, self.consts + self.carried)
         carry = range(self.consts, self.consts + self.carried)  # a step computes the next one
