@@ -3,135 +3,28 @@
 It also reports how operations read leaves in host memory.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import described, is_array, printable, type_error
+from optax_freeze._errors import described, is_array, type_error
 from optax_freeze._gradient.dense_gradient import region_of_leaf
+from optax_freeze._gradient.explanation import GradientExplanation, LeafExplanation, Operation
 from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._program.regions import EVERYTHING, region_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowSelection
 from optax_freeze._spec.tree import PyTree
 
 if TYPE_CHECKING:
     from optax_freeze._program.trace import Equation, Program
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """The name of a JAX operation of the gradient and the line of the user's program that it comes from.
-
-    Attributes:
-      is_cheap: whether the operation is elementwise or changes only the layout.
-    """
-
-    name: str
-    source: str
-    is_cheap: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} at {self.source}" if self.source else self.name
-
-
-class Explanation:
-    """Explains how a function is computed; prints one line for each leaf, stored value or operation.
-
-    The result of :func:`optax_freeze.explain` and of the ``explain`` of :func:`optax_freeze.precompute`.
-
-    Attributes:
-      lines: the lines that are printed.
-
-    Example:
-      >>> import optax_freeze as fz
-      >>> params = {"embed": jax.numpy.ones((4, 2))}
-      >>> fz.explain(lambda p: p["embed"][0].sum(), params, {"embed": fz.rows([1])}).lines
-      ['embed: 3 of 4 rows train; only their gradient is computed']
-    """
-
-    @property
-    def lines(self) -> Sequence[str]:
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        return "\n".join(map(printable, self.lines))
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafExplanation(Explanation):
-    """How operations compute the gradient of one leaf that is frozen by rows, or read one frozen leaf.
-
-    Attributes:
-      path: the path of the leaf.
-      by_rows: the operations of the gradient of which only some rows are computed, or those that copy only some rows at
-        a time from the host, in program order.
-      everything: the operations of the gradient that compute everything although only some rows are wanted, because
-        nothing is known about their rows; the last one in program order is first. Or the operations that copy the whole
-        leaf to the device, and for a leaf on the device, those that read it.
-      rows: the number of rows, and ``trainable_rows`` of those that train; None for a leaf in ``Explanation.host``.
-      on_host: whether the leaf is in host memory.
-      whole: for rows that keep their state, the operations of the gradient that read all rows, where a lookup reads
-        those of the batch. Through these operations other rows get no gradient.
-    """
-
-    path: str
-    by_rows: tuple[Operation, ...]
-    everything: tuple[Operation, ...]
-    rows: int | None = None
-    trainable_rows: int | None = None
-    on_host: bool = False
-    whole: tuple[Operation, ...] = ()
-
-    @property
-    def merged(self) -> Operation | None:
-        """The last operation of the gradient that computes everything, whose result is cut; None if there is none."""
-        return self.everything[0] if self.everything else None
-
-    @property
-    def lines(self) -> list[str]:
-        path = self.path or "(the root)"
-        if self.rows is not None:
-            how = f"everything is computed by {self.merged}" if self.merged else "only their gradient is computed"
-            costly = [f"  rows: {operation}" for operation in self.by_rows if not operation.is_cheap]
-            whole = [f"  whole: {operation}; other rows that it reads get no gradient" for operation in self.whole]
-            return [f"{path}: {self.trainable_rows} of {self.rows} rows train; {how}", *costly, *whole]
-        if not self.on_host:
-            return [f"{path}: stays on the device, where it is looked up by {self.everything[0]}"]
-        how = " and ".join(["by rows"] * bool(self.by_rows) + ["whole"] * bool(self.everything))
-        return [
-            f"{path}: from the host, {how or 'and not read'}",
-            *(f"  by rows: {operation}" for operation in self.by_rows),
-            *(f"  whole: {operation}; better kept on the device" for operation in self.everything),
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class GradientExplanation(Explanation):
-    """The result of :func:`optax_freeze.explain`.
-
-    Attributes:
-      rows: one entry for each leaf that is frozen by rows: its path, its number of rows and of trainable rows, and the
-        operations of its gradient (name and source line) of which some rows or everything is computed.
-      host: empty if no leaf is in host memory (:func:`optax_freeze.offload`). Otherwise one entry for each leaf in host
-        memory, with its path and the operations that read it by rows or as a whole, and one for each frozen leaf on the
-        device that is only read by lookups.
-    """
-
-    rows: tuple[LeafExplanation, ...]
-    host: tuple[LeafExplanation, ...] = ()
-
-    @property
-    def lines(self) -> list[str]:
-        leaves = [*self.rows, *self.host]
-        return [line for leaf in leaves for line in leaf.lines] or ["no leaf is frozen by rows"]
 
 
 def explain(
@@ -176,20 +69,50 @@ def explain(
         rows: scatter-add at ...
       head: 2 of 3 rows train; everything is computed by reshape at ...
     """
-    from optax_freeze._jax_internals import needs_value
-    from optax_freeze._program.traced_function import Traced, as_traced
-
     refuse_no_function(fun, params, "fz.explain(fun, params, frozen, *args)")
     plan, values = make_plan(params, frozen), _tree.flatten(params)[0]
-    selections, paths = plan.selections, [leaf.path for leaf in plan.leaves]
-    in_rows = {i: s for i, s in enumerate(selections) if isinstance(s, RowSelection)}
+    paths = [leaf.path for leaf in plan.leaves]
+    in_rows = {i: s for i, s in enumerate(plan.selections) if isinstance(s, RowSelection)}
     on_host = {i for i, value in enumerate(values) if is_on_host(value)}
     if not in_rows and not on_host:
         return GradientExplanation(())
-    trains = [i for i, leaf in enumerate(plan.leaves) if selections[i] is not FROZEN and leaf.inexact]
+    traced = _traced(fun, plan, params, args, kwargs, has_aux)
+    if traced is None:
+        python = (Operation("Python that needs a value", ""),)
+        return GradientExplanation(
+            tuple(LeafExplanation(paths[i], (), python, s.size, s.count) for i, s in in_rows.items()),
+            tuple(LeafExplanation(paths[i], (), python, on_host=True) for i in sorted(on_host)),
+        )
+    of_gradient = tuple(_of_gradient(traced, paths[i], i, selection) for i, selection in in_rows.items())
+    return GradientExplanation(of_gradient, _of_reads(traced, plan, values, on_host) if on_host else ())
+
+
+class _Traced(NamedTuple):
+    """The program of a gradient, whose first outputs are the gradients of the leaves that train.
+
+    Attributes:
+      trains: the numbers of these leaves.
+      inputs: for each of the first inputs the number of its leaf.
+    """
+
+    program: "Program"
+    trains: list[int]
+    inputs: list[int]
+
+
+def _traced(
+    fun: Callable[..., Any], plan: Plan, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], has_aux: bool
+) -> _Traced | None:
+    """The gradient of all outputs of a function, traced with shapes; None if Python needs a value."""
+    from optax_freeze._jax_internals import needs_value
+    from optax_freeze._program.traced_function import Traced, as_traced
+
+    values = _tree.flatten(params)[0]
+    trains = [i for i, leaf in enumerate(plan.leaves) if plan.selections[i] is not FROZEN and leaf.inexact]
     everything, treedef = jax.tree.flatten((params, args, kwargs))
     of_leaf = [i for i, value in enumerate(values) for leaf in jax.tree.leaves(value)]
     abstract = [is_array(leaf) for leaf in everything[: len(of_leaf)]]
+    # Python may branch on the values of other arguments, so only those that are shapes are inputs.
     abstract += [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in everything[len(of_leaf) :]]
 
     def gradient(*arrays: Any) -> Any:
@@ -214,33 +137,35 @@ def explain(
     except Exception as error:
         if not needs_value(error):
             raise
-        python = (Operation("Python that needs a value", ""),)
-        return GradientExplanation(
-            tuple(LeafExplanation(paths[i], (), python, s.size, s.count) for i, s in in_rows.items()),
-            tuple(LeafExplanation(paths[i], (), python, on_host=True) for i in sorted(on_host)),
-        )
-    grads, of_gradient, of_reads = dict(zip(trains, program.outputs, strict=False)), [], []
-    inputs = [n for n, here in zip(of_leaf, abstract, strict=False) if here]
-    for i, selection in in_rows.items():
-        log = _log(program, [(grads[i], region_of(selection, i))], on_host=())
-        rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
-        everything = _operations(eqn for eqn, extent in log if extent == "everything")
-        whole = _operations(_reading_all(program, inputs.index(i))) if selection.keep_state else ()
-        of_rows = LeafExplanation(paths[i], rows, everything, selection.size, selection.count, whole=whole)
-        of_gradient.append(of_rows)
-    if not on_host:
-        return GradientExplanation(tuple(of_gradient))
-    frozen = [n for n, i in enumerate(inputs) if i in on_host or selections[i] is FROZEN]
-    regions = [region_of_leaf(selections[i], values[i], i) for i in trains]
+        return None
+    return _Traced(program, trains, list(compress(of_leaf, abstract)))
+
+
+def _of_gradient(traced: _Traced, path: str, i: int, selection: RowSelection) -> LeafExplanation:
+    """How the gradient of a leaf that is frozen by rows is computed, if no other gradient is wanted."""
+    program = traced.program
+    grad = program.outputs[traced.trains.index(i)]
+    log = _log(program, [(grad, region_of(selection, i))], on_host=())
+    rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
+    everything = _operations(eqn for eqn, extent in log if extent == "everything")
+    whole = _operations(_reading_all(program, traced.inputs.index(i))) if selection.keep_state else ()
+    return LeafExplanation(path, rows, everything, selection.size, selection.count, whole=whole)
+
+
+def _of_reads(traced: _Traced, plan: Plan, values: Sequence[Any], on_host: set[int]) -> tuple[LeafExplanation, ...]:
+    """How leaves in host memory are read, and frozen leaves on the device that are only looked up."""
+    program, trains, inputs = traced
+    frozen = [n for n, i in enumerate(inputs) if i in on_host or plan.selections[i] is FROZEN]
+    regions = [region_of_leaf(plan.selections[i], values[i], i) for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
-    log = _log(program, list(zip(program.outputs, regions, strict=True)), frozen)
+    log, leaves = _log(program, list(zip(program.outputs, regions, strict=True)), frozen), []
     for n in frozen:
         from_host = inputs[n] in on_host
         found = [(eqn, extent[1] and from_host) for eqn, extent in reversed(log) if extent in ((n, True), (n, False))]
-        rows, everything = (_operations(eqn for eqn, each in found if each == by_rows) for by_rows in (True, False))
-        if from_host or {operation.name for operation in everything} == {"gather"}:
-            of_reads.append(LeafExplanation(paths[inputs[n]], rows, everything, on_host=from_host))
-    return GradientExplanation(tuple(of_gradient), tuple(of_reads))
+        rows, whole = (_operations(eqn for eqn, each in found if each == by_rows) for by_rows in (True, False))
+        if from_host or {operation.name for operation in whole} == {"gather"}:
+            leaves.append(LeafExplanation(plan.leaves[inputs[n]].path, rows, whole, on_host=from_host))
+    return tuple(leaves)
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
