@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from optax_freeze._jax_internals import Branches, Loop, Mapped, names_axes
 from optax_freeze._program.decisions import results_that_decide
 from optax_freeze._program.late import late_inputs
+from optax_freeze._program.propagation import settled
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering, zeros
 from optax_freeze._program.tasks import (
     ALWAYS,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _MOST_SEGMENTS = 8
 _MOST_GROWTHS = 8
-"""Of a carry whose rows become more so many times everything is computed: a stencil adds its neighbors in each step."""
 
 
 class _Output(NamedTuple):
@@ -54,6 +54,30 @@ class _Output(NamedTuple):
         """The steps, if they are known only while the program runs."""
         is_dynamic = isinstance(self.written, DynamicRows) and self.written.axis == 0
         return self.written if is_dynamic else None  # type: ignore[return-value]
+
+
+class _Carried(NamedTuple):
+    """What is wanted of a value that a loop carries.
+
+    A stencil adds its neighbors in each step: its rows become more and more, until everything is computed.
+    """
+
+    shape: Sequence[int]
+    region: Region | None
+    guard: int
+    growths: int = 0
+
+    @classmethod
+    def of(cls, wanted: Mapping[Region, int], shape: Sequence[int]) -> "_Carried":
+        """What is wanted in several regions."""
+        return cls(shape, one_region(wanted, shape), joined_guard([wanted]))
+
+    def joined(self, other: "_Carried") -> "_Carried":
+        """What is wanted if one or the other is."""
+        region = one_region([each for each in (self.region, other.region) if each is not None], self.shape)
+        growths = self.growths + (self.region not in (None, region))
+        region = EVERYTHING if growths > _MOST_GROWTHS else region
+        return _Carried(self.shape, region, self.guard | other.guard if region is not None else 0, growths)
 
 
 def cond(walk: "Walk", eqn: Equation, found: Branches, wanted: Sequence[Any]) -> bool:
@@ -129,7 +153,7 @@ class _PartOfLoop:
     def __init__(self, walk: "Walk", eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
         self.walk, self.eqn = walk, eqn
         self.consts, self.carried = found.consts, found.carried
-        self.length, self.reverse, self.unroll = found.length, found.reverse, found.unroll
+        self.length, self.reverse, self.unroll, self.stacked = found.length, found.reverse, found.unroll, found.stacked
         self.body = walk.body(found.body)
         self.marks = results_that_decide(found, walk.decide(eqn))
         self.outputs = _outputs(eqn, wanted[self.carried :], self.carried, self.length)
@@ -148,9 +172,7 @@ class _PartOfLoop:
 
     def add(self, wanted: Sequence[Any]) -> None:
         """Adds the tasks, given what is wanted of the results."""
-        last = list(zip(wanted[: self.carried], self.eqn.avals_out, strict=False))
-        carry = [one_region(each, aval.shape) for each, aval in last]
-        guards = [joined_guard([each]) for each, _ in last]
+        carry = [_Carried.of(each, aval.shape) for each, aval in zip(wanted[: self.carried], self.eqn.avals_out)]  # noqa: B905
         segments = self._segments()
         if len(segments) > _MOST_SEGMENTS:
             self.outputs = list(map(_hull, self.outputs))
@@ -159,7 +181,7 @@ class _PartOfLoop:
         numbers = {o: self.eqn.outputs[self.carried + o.place] for o in self.outputs}
         ends: Sequence[Any] = self.eqn.outputs[: self.carried]
         for n, segment in reversed(list(enumerate(segments))):
-            if not segment.outputs and not any(carry) and not self.eqn.has_effects:
+            if not segment.outputs and not any(each.region for each in carry) and not self.eqn.has_effects:
                 continue
             avals = self.eqn.avals_in[self.consts : self.consts + self.carried]
             results = zip(avals, self.eqn.outputs, strict=False)
@@ -168,9 +190,9 @@ class _PartOfLoop:
             )
             earlier = {o for other in segments[:n] for o in other.outputs}
             before = {o: self.walk.program.add(*self._result(o)) for o in segment.outputs if o in earlier}
-            part = _Segment(self, segment, starts, ends, dict(numbers), before, carry, guards)
+            part = _Segment(self, segment, starts, ends, dict(numbers), before, carry)
             part.add()
-            carry, guards = part.needed, [part.guard] * self.carried
+            carry = [each._replace(guard=part.guard) for each in part.needed]
             numbers |= before
             ends = starts
 
@@ -213,7 +235,7 @@ class _Segment:
     Attributes:
       starts, ends: the carry before and after the steps.
       after: the numbers of the outputs; ``before``: those of what earlier segments wrote of them.
-      wanted, guards: what is wanted of the carry after the steps.
+      wanted: what is wanted of the carry after the steps.
       carry, needed: what a step computes of the carry, and what is needed of it before the steps.
     """
 
@@ -223,19 +245,26 @@ class _Segment:
     ends: Sequence[Any]
     after: dict[_Output, int]
     before: dict[_Output, int]
-    wanted: list[Region | None]
-    guards: list[int]
+    wanted: Sequence[_Carried]
 
     def __post_init__(self) -> None:
         eqn = self.loop.eqn
         self.outputs, self.numbers = self.steps.outputs, Rows(0, np.arange(self.steps.start, self.steps.stop))
         # A step that other devices or examples wait for is not skipped.
         self.waits = any(map(names_axes, eqn.effects))
-        self.conditions = self._conditions([*self.guards, *(o.guard for o in self.outputs)])
+        self.conditions = self._conditions([each.guard for each in (*self.wanted, *self.outputs)])
         is_dynamic = all(o in self.conditions for o in self.outputs)
-        self.ends_early = not any(self.wanted) and is_dynamic and not eqn.has_effects and not self.waits
-        self.carry, self.needed, guards = self._fixpoint(self.wanted, self.guards)
-        self.guard = functools.reduce(operator.or_, [*guards, *(o.guard for o in self.outputs)], 0)
+        self.ends_early = (
+            not any(each.region for each in self.wanted) and is_dynamic and not eqn.has_effects and not self.waits
+        )
+        self.log = [] if self.loop.walk.log is None else self.loop.walk.log
+        self.recorded = len(self.log)
+        if self.numbers.count == 1:
+            self.carry, self.needed = self.wanted, self._planned(self.wanted)
+        else:  # a step computes what the next one needs
+            self.carry, _ = settled(self.wanted, self._planned, _Carried.joined)
+            self.needed = self.carry
+        self.guard = functools.reduce(operator.or_, [each.guard for each in (*self.carry, *self.outputs)], 0)
         if eqn.has_effects:
             self.guard = ALWAYS
         self.reads = self._reads()
@@ -246,7 +275,7 @@ class _Segment:
         if any(o.written is not EVERYTHING for o in self.outputs):
             loop.walk.record(eqn, "rows")
         reads = [*(read for _, read in self.reads), *(Read(number, o.written) for o, number in self.before.items())]
-        writes = [(self.ends[k], region) for k, region in enumerate(self.carry) if region is not None]
+        writes = [(n, each.region) for n, each in zip(self.ends, self.carry) if each.region is not None]  # noqa: B905
         writes += [(self.after[o], o.written) for o in self.outputs]
         loop.walk.add(Task(eqn, reads, writes, self.apply, self.guard, self.numbers.count / loop.length))
 
@@ -258,7 +287,7 @@ class _Segment:
         for place, value in enumerate(eqn.inputs):
             wanted = self.body.given.get(place, {})
             if first <= place < last:
-                region = self.needed[place - first]
+                region = self.needed[place - first].region
                 reads = [] if region is None else [Read(self.starts[place - first], region)]
             elif place < first or place in loop.on_host or LAZY in wanted:
                 reads = _reads(loop.walk, value, eqn.avals_in[place], wanted, place in loop.on_host)
@@ -277,46 +306,23 @@ class _Segment:
         guards = dict(zip(keys, new_guards(len(keys), others), strict=True))
         return {o: guards[key] for o, key in dynamic.items()}
 
-    def _fixpoint(
-        self, carry: list[Region | None], guards: list[int]
-    ) -> tuple[list[Region | None], list[Region | None], list[int]]:
-        """What a step computes of the carry and what it needs of it, the same unless there is one step."""
+    def _planned(self, carry: Sequence[_Carried]) -> list[_Carried]:
+        """Plans a step that computes this of the carry; returns what it needs of it."""
         loop = self.loop
-        shapes = [aval.shape for aval in loop.eqn.avals_in[loop.consts : loop.consts + loop.carried]]
-        log = [] if loop.walk.log is None else loop.walk.log
-        recorded, growths = len(log), [0] * len(carry)
+        wanted = [(x, each.region, each.guard) for x, each in zip(loop.body.outputs, carry) if each.region is not None]  # noqa: B905
+        stacked = loop.body.outputs[loop.carried :]
+        wanted += [(stacked[o.place], o.region, self.conditions.get(o, o.guard)) for o in self.outputs]
         while True:
-            del log[recorded:]
-            outs = zip(loop.body.outputs[: loop.carried], carry, guards, strict=True)
-            wanted = [(value, region, guard) for value, region, guard in outs if region is not None]
-            for o in self.outputs:
-                guard = self.conditions.get(o, o.guard)
-                wanted.append((loop.body.outputs[loop.carried + o.place], o.region, guard))
+            del self.log[self.recorded :]
             self.body = loop.walk.inside(loop.body, wanted, loop.on_host, loop.available, loop.marks)
             in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
-            if in_each:  # what each step would bring to the device is brought once
-                loop.on_host = {p: origins for p, origins in loop.on_host.items() if p not in in_each}
-                loop.available |= in_each
-                continue
-            given = [self.body.given.get(loop.consts + k, {}) for k in range(loop.carried)]
-            needed = [
-                one_region(each, aval.shape)
-                for each, aval in zip(given, loop.eqn.avals_in[loop.consts :], strict=False)
-            ]
-            if len(self.numbers.numbers) == 1:
-                return carry, needed, guards
-            joined = [
-                one_region(dict.fromkeys(r for r in pair if r is not None), shape)
-                for *pair, shape in zip(carry, needed, shapes, strict=True)
-            ]
-            for k, (old, new) in enumerate(zip(carry, joined, strict=True)):
-                growths[k] += old is not None and new != old
-                joined[k] = EVERYTHING if growths[k] > _MOST_GROWTHS else new
-            found = [guard | self._outside(joined_guard([each])) for guard, each in zip(guards, given, strict=True)]
-            found = [0 if region is None else guard for region, guard in zip(joined, found, strict=True)]
-            if joined == carry and found == guards:
-                return carry, carry, guards
-            carry, guards = joined, found
+            if not in_each:
+                break
+            # what each step would bring to the device is brought once
+            loop.on_host = {p: origins for p, origins in loop.on_host.items() if p not in in_each}
+            loop.available |= in_each
+        needed = [_Carried.of(self.body.given.get(p, {}), each.shape) for p, each in enumerate(carry, loop.consts)]
+        return [each._replace(guard=self._outside(each.guard)) for each in needed]
 
     def _outside(self, guard: int) -> int:
         """A guard of a task of a step as one outside of the loop."""
