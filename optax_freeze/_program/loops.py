@@ -172,7 +172,10 @@ class _PartOfLoop:
 
     def add(self, wanted: Sequence[Any]) -> None:
         """Adds the tasks, given what is wanted of the results."""
-        carry = [_Carried.of(each, aval.shape) for each, aval in zip(wanted[: self.carried], self.eqn.avals_out)]  # noqa: B905
+        carry = [
+            _Carried.of(each, aval.shape)
+            for each, aval in zip(wanted[: self.carried], self.eqn.avals_out, strict=False)
+        ]
         segments = self._segments()
         if len(segments) > _MOST_SEGMENTS:
             self.outputs = list(map(_hull, self.outputs))
@@ -254,9 +257,8 @@ class _Segment:
         self.waits = any(map(names_axes, eqn.effects))
         self.conditions = self._conditions([each.guard for each in (*self.wanted, *self.outputs)])
         is_dynamic = all(o in self.conditions for o in self.outputs)
-        self.ends_early = (
-            not any(each.region for each in self.wanted) and is_dynamic and not eqn.has_effects and not self.waits
-        )
+        is_last = not any(each.region for each in self.wanted)
+        self.ends_early = is_last and is_dynamic and not eqn.has_effects and not self.waits
         self.log = [] if self.loop.walk.log is None else self.loop.walk.log
         self.recorded = len(self.log)
         if self.numbers.count == 1:
@@ -275,7 +277,7 @@ class _Segment:
         if any(o.written is not EVERYTHING for o in self.outputs):
             loop.walk.record(eqn, "rows")
         reads = [*(read for _, read in self.reads), *(Read(number, o.written) for o, number in self.before.items())]
-        writes = [(n, each.region) for n, each in zip(self.ends, self.carry) if each.region is not None]  # noqa: B905
+        writes = [(n, each.region) for n, each in zip(self.ends, self.carry, strict=True) if each.region is not None]
         writes += [(self.after[o], o.written) for o in self.outputs]
         loop.walk.add(Task(eqn, reads, writes, self.apply, self.guard, self.numbers.count / loop.length))
 
@@ -309,7 +311,11 @@ class _Segment:
     def _planned(self, carry: Sequence[_Carried]) -> list[_Carried]:
         """Plans a step that computes this of the carry; returns what it needs of it."""
         loop = self.loop
-        wanted = [(x, each.region, each.guard) for x, each in zip(loop.body.outputs, carry) if each.region is not None]  # noqa: B905
+        wanted = [
+            (x, each.region, each.guard)
+            for x, each in zip(loop.body.outputs, carry, strict=False)
+            if each.region is not None
+        ]
         stacked = loop.body.outputs[loop.carried :]
         wanted += [(stacked[o.place], o.region, self.conditions.get(o, o.guard)) for o in self.outputs]
         while True:
@@ -332,70 +338,34 @@ class _Segment:
 
     def apply(self, context: Context, operands: Sequence[Any]) -> Sequence[Any]:
         """Runs the steps."""
-        loop = self.loop
-        first, last = loop.consts, loop.consts + loop.carried
-        given = [
-            (place, read, x if place < last or isinstance(x, Unread | tuple) else (x, self.steps.start))
-            for (place, read), x in zip(self.reads, operands, strict=False)
-        ]
-        carried = [(place, read) for place, read, _ in given if first <= place < last]
-        start = [x for place, _, x in given if first <= place < last]
+        first, last, start = self.loop.consts, self.loop.stacked, self.steps.start
+        carried, given = [], []
+        for (place, read), x in zip(self.reads, operands, strict=False):
+            is_unread = place < last or isinstance(x, Unread | tuple)
+            (carried if first <= place < last else given).append((place, read, x if is_unread else (x, start)))
         previous = dict(zip(self.before, operands[len(self.reads) :], strict=True))
-        goes_on = [o for o in self.outputs if self.after[o] not in loop.eqn.outputs]  # later segments write it, too
+        goes_on = [
+            o for o in self.outputs if self.after[o] not in self.loop.eqn.outputs
+        ]  # later segments write it, too
         buffered = [o for o in self.outputs if o in self.before or o in self.conditions or o in goes_on]
         stacked = [o for o in self.outputs if o not in buffered]
-        buffers = [previous[o] if o in previous else self._buffer(o) for o in buffered]
-        stacks = {p: x[0] for p, _, x in given if p >= last and isinstance(x, tuple)}
-        sliced = {p: x for p, x in stacks.items() if x.shape[0] == len(self.numbers.numbers)}
-
         numbers = {o: context.bound(o.written).unclamped for o in self.conditions}  # type: ignore[attr-defined]
-
-        def step(state: Any, of_step: Any) -> Any:
-            (carry, buffers), (i, rows) = state, of_step
-            values = Values()
-            for place, read, x in given:
-                if place < first:
-                    _pass_on(values, place, read, x, context)
-                elif place >= last:
-                    values.write(place, EVERYTHING, rows[place] if place in rows else self._row_of(place, x, i))
-            for (place, read), part in zip(carried, carry, strict=True):
-                values.write(place, context.bound(read.region), part)
-            steps = {o: each == i for o, each in numbers.items()}
-            hits = {o: jnp.any(here) for o, here in steps.items()}
-            conditions = {
-                bit: hits[o] if o.guard in (ALWAYS, self.guard) else hits[o] & context.holds(o.guard)
-                for o, bit in self.conditions.items()
-                if bit != ALWAYS
-            }
-            outs = self.body.run(values, context.inside(self.guard, conditions))
-            rows_of = dict(zip(self.outputs, outs[len(outs) - len(self.outputs) :], strict=True))
-            new = []
-            for o, buffer in zip(buffered, buffers, strict=True):
-                before = int(np.searchsorted(o.steps.numbers, self.steps.start)) - self.steps.start
-                place = jnp.argmax(steps[o]) if o in steps else i + before
-                new.append(_written(buffer, rows_of[o], place, hits.get(o)))
-            return (outs[: len(outs) - len(self.outputs)], new), [rows_of[o] for o in stacked]
-
-        i = jnp.arange(self.steps.start, self.steps.stop, dtype=jnp.int32)
-        state: Any = (start, buffers)
-        if len(i) == 1:
-            (carry, buffers), ys = step(state, (self.steps.start, {}))
+        step = _Step(self, context, given, [(place, read.region) for place, read, _ in carried], buffered, numbers)
+        # A `scan` takes its rows from a stack of as many steps; of a longer one, a slice would be a copy.
+        stacks = {p: x[0] for p, _, x in given if p >= last and isinstance(x, tuple)}
+        sliced = {p: x for p, x in stacks.items() if x.shape[0] == self.numbers.count}
+        state: Any = [x for *_, x in carried], [previous[o] if o in previous else self._buffer(o) for o in buffered]
+        if self.numbers.count == 1:
+            (carry, buffers), ys = step(state, (start, {}))
             ys = [y[None] for y in ys]
         elif self.ends_early:
             (carry, buffers), ys = self._until_last(step, state, numbers.values()), []
         else:
-            unroll = loop.unroll
-            (carry, buffers), ys = jax.lax.scan(step, state, (i, sliced), reverse=loop.reverse, unroll=unroll)
+            i = jnp.arange(start, self.steps.stop, dtype=jnp.int32)
+            options = {"reverse": self.loop.reverse, "unroll": self.loop.unroll}
+            (carry, buffers), ys = jax.lax.scan(step, state, (i, sliced), **options)
         found = dict(zip([*buffered, *stacked], [*buffers, *ys], strict=True))
         return [*carry, *(found[o] for o in self.outputs)]
-
-    def _row_of(self, place: int, stack: Any, i: Any) -> Any:
-        """The row of a step; of an array in host memory read once, unless the step reads only rows of it."""
-        if isinstance(stack, tuple):
-            array, begins = stack
-            return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
-        row, given = stack.row(i), self.body.given[place]
-        return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
 
     def _buffer(self, output: _Output) -> jax.Array:
         aval, _ = self.loop._result(output)
@@ -414,6 +384,63 @@ class _Segment:
             return n + 1, step(state, (stop - 1 - n if reverse else start + n, {}))[0]
 
         return jax.lax.while_loop(lambda state: state[0] < steps, once, (jnp.int32(0), state))[1]
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """One step of a segment, as a function of ``jax.lax.scan``.
+
+    Attributes:
+      given: the places of constant and stacked operands, their reads, and what was read.
+      carried: the places of the carry, and the regions of it.
+      buffered: the outputs that are written into arrays, one step after the other; the others are stacked.
+      numbers: those of the steps of which outputs are wanted, if they are values of the program.
+    """
+
+    part: _Segment
+    context: Context
+    given: Sequence[tuple[int, Any, Any]]
+    carried: Sequence[tuple[int, Region]]
+    buffered: Sequence[_Output]
+    numbers: Mapping[_Output, jax.Array]
+
+    def __call__(self, state: Any, of_step: Any) -> Any:
+        part, (carry, buffers), (i, rows) = self.part, state, of_step
+        is_wanted = {o: each == i for o, each in self.numbers.items()}
+        hits = {o: jnp.any(each) for o, each in is_wanted.items()}
+        conditions = {
+            bit: hits[o] if o.guard in (ALWAYS, part.guard) else hits[o] & self.context.holds(o.guard)
+            for o, bit in part.conditions.items()
+            if bit != ALWAYS
+        }
+        outs = part.body.run(self._values(carry, i, rows), self.context.inside(part.guard, conditions))
+        last = len(outs) - len(part.outputs)
+        rows_of, new = dict(zip(part.outputs, outs[last:], strict=True)), []
+        for o, buffer in zip(self.buffered, buffers, strict=True):
+            before = int(np.searchsorted(o.steps.numbers, part.steps.start)) - part.steps.start
+            place = jnp.argmax(is_wanted[o]) if o in is_wanted else i + before
+            new.append(_written(buffer, rows_of[o], place, hits.get(o)))
+        return (outs[:last], new), [rows_of[o] for o in part.outputs if o not in self.buffered]
+
+    def _values(self, carry: Sequence[Any], i: Any, rows: Mapping[int, Any]) -> Values:
+        """What the step reads; ``rows`` are those of stacks that the loop slices."""
+        values = Values()
+        for place, read, x in self.given:
+            if place < self.part.loop.consts:
+                _pass_on(values, place, read, x, self.context)
+            else:
+                values.write(place, EVERYTHING, rows[place] if place in rows else self._row_of(place, x, i))
+        for (place, region), x in zip(self.carried, carry, strict=True):
+            values.write(place, self.context.bound(region), x)
+        return values
+
+    def _row_of(self, place: int, stack: Any, i: Any) -> Any:
+        """The row of a step; of an array in host memory read once, unless the step reads only rows of it."""
+        if isinstance(stack, tuple):
+            array, begins = stack
+            return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
+        row, given = stack.row(i), self.part.body.given[place]
+        return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
 
 
 def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
