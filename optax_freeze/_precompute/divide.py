@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -220,27 +220,36 @@ def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, 
             if all(at[key] is None for key in node.writes):  # all examples share the results
                 dear[i] = trunk[i] = False
     cut = _minimum_cut(divided, dear, cost)
+    # Without an expensive operation, what reads frozen parameters and arguments at once is worth storing.
     cut = cut if cut.stored else _minimum_cut(divided, trunk, cost)
     mixed = [at[key] for i in cut.after if trunk[i] for key in tasks.nodes[i].writes if isinstance(at[key], Mixed)]
     if mixed:
-        operations = filter(None, (each.operation for each in mixed))
-        raise value_error(
-            "examples are mixed, so there are no features of single examples",
-            at=next(operations, "an operation on some of the examples"),
-            got="an operation along the axis of the examples, or one without a rule that keeps them apart",
-            expected="operations on each example separately, such as batch normalization with stored statistics",
-            fix="use example_axis=None for the features of whole batches, whose examples must then not be shuffled",
-        )
+        _refuse_mixed(mixed)
     if not cut.stored:
-        reasons = "; ".join(f"{node}: depends on {why}" for node, why in first_dependent(tasks, inputs)[:3])
-        raise value_error(
-            "there is nothing to compute once",
-            at="the function",
-            got=reasons or "no operation on frozen parameters and recurring arguments",
-            expected="an operation that depends only on frozen parameters and recurring arguments",
-            fix="freeze the layers at the input, and name in `recurring` every argument that they read",
-        )
+        _refuse_nothing(tasks, inputs)
     return cut, [at[key] for key in cut.stored]
+
+
+def _refuse_mixed(mixed: Sequence[Mixed]) -> NoReturn:
+    operations = filter(None, (each.operation for each in mixed))
+    raise value_error(
+        "examples are mixed, so there are no features of single examples",
+        at=next(operations, "an operation on some of the examples"),
+        got="an operation along the axis of the examples, or one without a rule that keeps them apart",
+        expected="operations on each example separately, such as batch normalization with stored statistics",
+        fix="use example_axis=None for the features of whole batches, whose examples must then not be shuffled",
+    )
+
+
+def _refuse_nothing(tasks: Graph, inputs: Sequence[Input]) -> NoReturn:
+    reasons = "; ".join(f"{node}: depends on {why}" for node, why in first_dependent(tasks, inputs)[:3])
+    raise value_error(
+        "there is nothing to compute once",
+        at="the function",
+        got=reasons or "no operation on frozen parameters and recurring arguments",
+        expected="an operation that depends only on frozen parameters and recurring arguments",
+        fix="freeze the layers at the input, and name in `recurring` every argument that they read",
+    )
 
 
 def _minimum_cut(tasks: Graph, dear: Sequence[bool], cost: Mapping[Key, int | None]) -> Cut:

@@ -83,6 +83,7 @@ def known_in_part(
 
     def are_rows_known(reads: Iterable[tuple[Any, Region | None]]) -> bool:
         """Whether regions can be computed from known ones."""
+        # A search with a list of its own: a chain of cheap operations may be longer than Python's stack.
         found, left = set(), [*reads]
         while left:
             value, region = key = left.pop()
@@ -110,6 +111,7 @@ def known_in_part(
             continue
         first, length = loop.stacked, loop.length
         stacked = [value for value in eqn.inputs[first:] if value in unknown]
+        # A step with an unknown constant or carry is unknown; after the first step with an unknown row all carries are.
         if stacked and unknown.isdisjoint(value for value in eqn.inputs[:first] if isinstance(value, int)):
             numbers = range(length)[:: -1 if loop.reverse else 1]
             rows = (are_rows_known((value, Rows(0, [k])) for value in stacked) for k in numbers)

@@ -201,12 +201,13 @@ class Schedule(NamedTuple):
     def run_except(self, postponed: Collection[int], values: Values, context: Context) -> dict[int, Any]:
         """Evaluates the tasks, given the inputs, except those at these positions.
 
-        Returns False for each input that is read under a condition, as a bool that is known only after it was read.
+        Returns a bool for each input that is read inside of a ``lax.cond``. It is False, but the compiler does not know
+        that: whoever writes to an input in place and depends on it writes after the last read, so nothing is copied.
         """
         self.fill(values)
         kept = {value for value, _ in self.outputs if isinstance(value, int)}
         kept.update(number for i in postponed for number in self.tasks[i].read_numbers)
-        sets: dict[int, list[Task]] = {}
+        sets: dict[int, list[Task]] = {}  # one `lax.cond` for each guard: a chain of n groups has about 2 n of them
         for i, task in enumerate(self.tasks):
             if i not in postponed:
                 sets.setdefault(ALWAYS if task.guard & context.guard == context.guard else task.guard, []).append(task)
@@ -216,6 +217,7 @@ class Schedule(NamedTuple):
             for number in {number for task in tasks for number in task.read_numbers}:
                 read_by.setdefault(number, set()).add(guard)
         conditions, after = context.each_holds(sets), {}
+        # What a task reads is needed at least as often, so its guard is as large or larger.
         for guard in sorted(sets, key=lambda guard: -guard.bit_count()):
             tasks = sets[guard]
             written = {number for task in tasks for number in task.written_numbers}

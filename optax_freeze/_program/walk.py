@@ -212,7 +212,7 @@ class Walk:
         """The tasks of a step or a branch that compute these regions of values; ``marks``: whether results decide."""
         deciding = list(compress(program.outputs, marks))
         late = Late(program, on_host, available, decisive(program, deciding)) if on_host else None
-        known = None if self.known is None else Known()
+        known = None if self.known is None else Known()  # only the outermost program has inputs that are known in part
         return schedule(program, outputs, self.log, late, self.is_late, known, deciding, self.inner)
 
     def decide(self, eqn: Equation) -> list[bool]:
@@ -244,9 +244,10 @@ class Walk:
         return found
 
     def compared_in_part(self) -> set[int]:
-        """The comparisons of which rows are computed, with arrays of which another operation needs everything.
+        """The comparisons that are wanted in rows, of arrays that another operation reads as a whole.
 
-        A compiler computes rows of such an array again where it is cut, and rounds them otherwise.
+        XLA computes the rows of such an array a second time, beside the comparison, and rounds them in another way. A
+        maximum then differs from all numbers that it was taken of, and its gradient is zero.
         """
         found = set()
         for eqn in self.program.eqns if self.decisive else ():
@@ -336,6 +337,8 @@ class Walk:
 
     def _chosen(self, eqn: Equation, place: int, wanted: Wanted, in_part: bool) -> Wanted:
         """The regions of a result that are computed, each on its own."""
+        # What is stored, or decides, is computed once: a compiler would not merge two computations of different rows.
+        # What is cheap is repeated for each region: a slice of its result would make the compiler store all of it.
         shape = getattr(eqn.avals_out[place], "shape", ())
         everything = {EVERYTHING: joined_guard([wanted])}
         if eqn.outputs[place] in self.compared and not in_part:
