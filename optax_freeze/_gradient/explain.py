@@ -15,7 +15,7 @@ from optax_freeze._errors import described, is_array, type_error
 from optax_freeze._gradient.dense_gradient import region_of_leaf
 from optax_freeze._gradient.explanation import GradientExplanation, LeafExplanation, Operation
 from optax_freeze._gradient.grad import refuse_no_function
-from optax_freeze._program.regions import EVERYTHING, region_of
+from optax_freeze._program.regions import EVERYTHING
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
@@ -24,6 +24,7 @@ from optax_freeze._spec.selection import FROZEN, RowSelection
 from optax_freeze._spec.tree import PyTree
 
 if TYPE_CHECKING:
+    from optax_freeze._program.tasks import Schedule
     from optax_freeze._program.trace import Equation, Program
 
 
@@ -34,6 +35,7 @@ def explain(
 
     Of most operations only the rows that are wanted are computed. An operation computes everything if nothing is known
     about its rows. The result is the same, but costs as much as the gradient of the whole leaf up to this operation.
+    What the value or another gradient needs as a whole anyway is not listed.
     The function is traced and not executed: none of its operations or callbacks runs.
 
     Args:
@@ -83,8 +85,18 @@ def explain(
             tuple(LeafExplanation(paths[i], (), python, s.size, s.count) for i, s in in_rows.items()),
             tuple(LeafExplanation(paths[i], (), python, on_host=True) for i in sorted(on_host)),
         )
-    of_gradient = tuple(_of_gradient(traced, paths[i], i, selection) for i, selection in in_rows.items())
-    return GradientExplanation(of_gradient, _of_reads(traced, plan, values, on_host) if on_host else ())
+    from optax_freeze._program.tasks import ALWAYS
+    from optax_freeze._program.walk import schedule
+
+    program, trains, inputs = traced
+    frozen = [n for n, i in enumerate(inputs) if on_host and (i in on_host or plan.selections[i] is FROZEN)]
+    regions = [region_of_leaf(plan.selections[i], values[i], i) for i in trains]
+    regions += [EVERYTHING] * (len(program.outputs) - len(trains))
+    wanted = zip(program.outputs, regions, [ALWAYS] * len(regions), strict=True)
+    tasks = schedule(program._replace(on_host=frozen), [*wanted])
+    of_gradient = [_of_gradient(tasks, traced, paths[i], i, selection) for i, selection in in_rows.items()]
+    of_reads = [_of_reads(tasks, paths[inputs[n]], n, inputs[n] in on_host) for n in frozen]
+    return GradientExplanation(tuple(of_gradient), tuple(filter(None, of_reads)))
 
 
 class _Traced(NamedTuple):
@@ -141,31 +153,28 @@ def _traced(
     return _Traced(program, trains, list(compress(of_leaf, abstract)))
 
 
-def _of_gradient(traced: _Traced, path: str, i: int, selection: RowSelection) -> LeafExplanation:
-    """How the gradient of a leaf that is frozen by rows is computed, if no other gradient is wanted."""
-    program = traced.program
-    grad = program.outputs[traced.trains.index(i)]
-    log = _log(program, [(grad, region_of(selection, i))], on_host=())
-    rows = _operations(eqn for eqn, extent in reversed(log) if extent == "rows")
-    everything = _operations(eqn for eqn, extent in log if extent == "everything")
-    whole = _operations(_reading_all(program, traced.inputs.index(i))) if selection.keep_state else ()
+def _of_gradient(tasks: "Schedule", traced: _Traced, path: str, i: int, selection: RowSelection) -> LeafExplanation:
+    """How the gradient of a leaf that is frozen by rows is computed."""
+    grad = traced.trains.index(i)
+    found = [*tasks.of([tasks.outputs[grad]]).all_tasks]
+    rows = _operations(task.eqn for task in found if task.extent == "rows")
+    everything = _operations(task.eqn for task in reversed(found) if task.extent == "everything")
+    whole = _operations(_reading_all(traced.program, traced.inputs.index(i))) if selection.keep_state else ()
     return LeafExplanation(path, rows, everything, selection.size, selection.count, whole=whole)
 
 
-def _of_reads(traced: _Traced, plan: Plan, values: Sequence[Any], on_host: set[int]) -> tuple[LeafExplanation, ...]:
-    """How leaves in host memory are read, and frozen leaves on the device that are only looked up."""
-    program, trains, inputs = traced
-    frozen = [n for n, i in enumerate(inputs) if i in on_host or plan.selections[i] is FROZEN]
-    regions = [region_of_leaf(plan.selections[i], values[i], i) for i in trains]
-    regions += [EVERYTHING] * (len(program.outputs) - len(trains))
-    log, leaves = _log(program, list(zip(program.outputs, regions, strict=True)), frozen), []
-    for n in frozen:
-        from_host = inputs[n] in on_host
-        found = [(eqn, extent[1] and from_host) for eqn, extent in reversed(log) if extent in ((n, True), (n, False))]
-        rows, whole = (_operations(eqn for eqn, each in found if each == by_rows) for by_rows in (True, False))
-        if from_host or {operation.name for operation in whole} == {"gather"}:
-            leaves.append(LeafExplanation(plan.leaves[inputs[n]].path, rows, whole, on_host=from_host))
-    return tuple(leaves)
+def _of_reads(tasks: "Schedule", path: str, n: int, on_host: bool) -> LeafExplanation | None:
+    """How a leaf in host memory is read; None of one on the device unless it is only looked up."""
+    found = [
+        (task.eqn, by_rows and on_host)
+        for task in tasks.all_tasks
+        for read in filter(None, task.reads)
+        for number, by_rows in read.from_host
+        if number == n
+    ]
+    rows, whole = (_operations(eqn for eqn, each in found if each == by_rows) for by_rows in (True, False))
+    is_told = on_host or {operation.name for operation in whole} == {"gather"}
+    return LeafExplanation(path, rows, whole, on_host=on_host) if is_told else None
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
@@ -178,16 +187,6 @@ def _pair(out: Any) -> tuple[Any, Any]:
         expected="a pair (value, aux)",
         fix="leave out has_aux",
     )
-
-
-def _log(program: "Program", wanted: Sequence[Any], on_host: Sequence[int]) -> list[tuple["Equation", Any]]:
-    """Which operations compute or read rows or everything for these regions of values, the last one first."""
-    from optax_freeze._program.tasks import ALWAYS
-    from optax_freeze._program.walk import schedule
-
-    log: list[tuple[Equation, Any]] = []
-    schedule(program._replace(on_host=on_host), [(*each, ALWAYS) for each in wanted], log)
-    return log
 
 
 def _reading_all(program: "Program", number: int) -> list["Equation"]:

@@ -31,8 +31,8 @@ class Explanation:
       lines: the lines that are printed.
 
     Example:
-      >>> import optax_freeze as fz
-      >>> params = {"embed": jax.numpy.ones((4, 2))}
+      >>> import jax.numpy as jnp, optax_freeze as fz
+      >>> params = {"embed": jnp.ones((4, 2))}
       >>> fz.explain(lambda p: p["embed"][0].sum(), params, {"embed": fz.rows([1])}).lines
       ['embed: 3 of 4 rows train; only their gradient is computed']
     """

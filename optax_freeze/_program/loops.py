@@ -107,7 +107,8 @@ def cond(walk: "Walk", eqn: Equation, found: Branches, wanted: Sequence[Any]) ->
         return jax.lax.switch(operands[0], [functools.partial(run, branch) for branch in branches])
 
     writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
-    walk.add(Task(eqn, [Read(eqn.inputs[0], EVERYTHING), *(read for _, read in reads)], writes, apply, guard))
+    reads_of_all = [Read(eqn.inputs[0], EVERYTHING), *(read for _, read in reads)]
+    walk.add(Task(eqn, reads_of_all, writes, apply, guard, inner=branches))
     return True
 
 
@@ -259,8 +260,6 @@ class _Segment:
         is_dynamic = all(o in self.conditions for o in self.outputs)
         is_last = not any(each.region for each in self.wanted)
         self.ends_early = is_last and is_dynamic and not eqn.has_effects and not self.waits
-        self.log = [] if self.loop.walk.log is None else self.loop.walk.log
-        self.recorded = len(self.log)
         if self.numbers.count == 1:
             self.carry, self.needed = self.wanted, self._planned(self.wanted)
         else:  # a step computes what the next one needs
@@ -274,12 +273,13 @@ class _Segment:
     def add(self) -> None:
         """Adds the task of the segment."""
         loop, eqn = self.loop, self.loop.eqn
-        if any(o.written is not EVERYTHING for o in self.outputs):
-            loop.walk.record(eqn, "rows")
+        extent = "rows" if any(o.written is not EVERYTHING for o in self.outputs) else ""
         reads = [*(read for _, read in self.reads), *(Read(number, o.written) for o, number in self.before.items())]
         writes = [(n, each.region) for n, each in zip(self.ends, self.carry, strict=True) if each.region is not None]
         writes += [(self.after[o], o.written) for o in self.outputs]
-        loop.walk.add(Task(eqn, reads, writes, self.apply, self.guard, self.numbers.count / loop.length))
+        carried = dict(enumerate(loop.consts + k for k, each in enumerate(self.carry) if each.region is not None))
+        share = self.numbers.count / loop.length
+        loop.walk.add(Task(eqn, reads, writes, self.apply, self.guard, share, extent, [self.body], carried))
 
     def _reads(self) -> list[tuple[int, Any]]:
         """What the steps read, with the places of the operands."""
@@ -319,7 +319,6 @@ class _Segment:
         stacked = loop.body.outputs[loop.carried :]
         wanted += [(stacked[o.place], o.region, self.conditions.get(o, o.guard)) for o in self.outputs]
         while True:
-            del self.log[self.recorded :]
             self.body = loop.walk.inside(loop.body, wanted, loop.on_host, loop.available, loop.marks)
             in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
             if not in_each:
@@ -488,5 +487,5 @@ def shard_map(walk: "Walk", eqn: Equation, found: Mapped, wanted: Sequence[Any])
         return mapped(*(x.as_operand() if isinstance(x, Unread) else x for x in operands))
 
     writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
-    walk.add(Task(eqn, reads, writes, apply, joined_guard(wanted)))
+    walk.add(Task(eqn, reads, writes, apply, joined_guard(wanted), inner=[inner]))
     return True
