@@ -50,7 +50,7 @@ _CALLS = (*_INLINED, *_REMAT, "custom_jvp_call", "custom_vjp_call", "custom_vjp_
 
 
 FUNCTIONS = "bwd computation fwd fwd_jaxpr_thunk jvp_jaxpr_fun jvp_jaxpr_thunk out_trees".split()  # noqa: SIM905
-"""Params that are of derivatives, or the function of a program that is another param."""
+"""The params of an operation that are Python functions, by which no two operations can be compared."""
 
 
 def closed_over(eqn: Any) -> int | None:

@@ -5,7 +5,7 @@ They are what pyright and mypy check: ``fz.freeze(tx, 1)`` and a set of patterns
 
 from optax_freeze._audit.report import Audit as Audit
 from optax_freeze._audit.report import Leak as Leak
-from optax_freeze._gradient.explain import Explanation as Explanation
+from optax_freeze._gradient.explanation import Explanation as Explanation
 from optax_freeze._optimizer.conditions import GroupStats as GroupStats
 from optax_freeze._precompute.precompute import Features as Features
 from optax_freeze._precompute.precompute import Precomputed as Precomputed

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from optax_freeze._gradient.unknown_derivative import refuse_unknown
 from optax_freeze._program.dependence import divided
 from optax_freeze._program.regions import EVERYTHING, Region, Values
 from optax_freeze._program.tasks import ALWAYS, PLAIN, Context, Schedule, Task, read_all
@@ -66,12 +65,8 @@ def gradient_program(
     """The outputs of a program, of which the last ones, ``count`` of them, are gradients.
 
     Of these only regions are ``wanted``, each with its place among the gradients and its guard.
-
-    Raises:
-      ValueError: if one of the gradients is not known.
     """
     outs = len(program.outputs) - count
     grads = [(program.outputs[outs + place], region, guard) for place, region, guard in wanted]
-    refuse_unknown(program, [(x, region) for x, region, _ in grads])
     value = [(x, EVERYTHING, ALWAYS) for x in program.outputs[:outs]]
     return GradientProgram(schedule(program, [*value, *grads]), outs, cotangents)

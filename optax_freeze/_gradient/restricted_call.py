@@ -7,7 +7,6 @@ do not depend on the cotangents are evaluated in the forward pass, and what the 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,13 +61,9 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, comp
         if not needs_value(error):
             raise
     else:
-        with contextlib.suppress(_NeedsFunctionError):
-            return call(of_leaves, found)
+        with contextlib.suppress(jax.errors.UnexpectedTracerError):  # only JAX can differentiate the function
+            return call(found)
     return of_leaves(*(x.whole() if isinstance(x, LeafInRows) else to_device(x) for x in found))
-
-
-class _NeedsFunctionError(Exception):
-    """Only JAX can differentiate the function: a custom derivative in it holds tracers, and its arguments others."""
 
 
 class _Inputs(NamedTuple):
@@ -98,10 +93,7 @@ class _Call:
       names: of the dynamic rows of each leaf.
       leaves: the types of the leaves that are frozen by rows, in parts; None for others.
       others: the numbers of the other tracers that the function reads.
-      fun: the function, during a call of it: JAX keeps a custom derivative longer than tracers that this may hold.
     """
-
-    fun: Callable[..., Any] | None = None
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> None:
         in_rows = [x if isinstance(x, LeafInRows) else None for x in leaves]
@@ -122,7 +114,7 @@ class _Call:
         self.program = self.program._replace(on_host=on_host)  # of other leaves no rows are read alone
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
-    def __call__(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Any]) -> Any:
         in_rows = [x if isinstance(x, LeafInRows) else None for x in leaves]
         inputs = _Inputs(
             [x and x.rows for x in in_rows],
@@ -130,11 +122,7 @@ class _Call:
             [jax.tree.leaves(x.selection) if x else [] for x in in_rows],
             [self.program.consts[number] for number in self.others],
         )
-        self.fun = fun
-        try:
-            return self.traced.result(call_with_backward(self.evaluate, self.forward, self.backward, inputs))
-        finally:
-            self.fun = None
+        return self.traced.result(call_with_backward(self.evaluate, self.forward, self.backward, inputs))
 
     def given(self, inputs: _Inputs, was_read: bool = False) -> list[Any]:
         """The leaves, of which parts are read, or put together."""
@@ -194,58 +182,40 @@ class _Call:
     def _gradient(self, perturbed: _Inputs, others: Sequence[Any]) -> GradientProgram:
         """Traces the outputs and the gradients with respect to what is perturbed.
 
-        The function is called as it was written: with ``jax.checkpoint``, which its program does not keep. A custom
-        derivative in it may hold tracers of its trace, which has ended: then its derivative is traced from Python.
+        Raises ``UnexpectedTracerError`` if a custom derivative holds tracers, which no program can have as arguments.
         """
         closed = self.traced.closed
         is_tracer = [isinstance(const, Tracer) for const in closed.consts]
         is_out_inexact = [is_inexact(aval) for aval in closed.out_avals]
         of_leaf = [bool(a or b) for a, b in zip(perturbed.rows, perturbed.arrays, strict=True)]
+        marks = [*of_leaf, *perturbed.others]
 
-        def of_program(*arrays: Any) -> list[Any]:
-            left = iter(arrays[len(of_leaf) :])
-            consts = [next(left) if here else const for const, here in zip(closed.consts, is_tracer, strict=True)]
-            return evaluate_program(ClosedJaxpr(closed.jaxpr, consts), *arrays[: len(of_leaf)])
-
-        def of_function(*arrays: Any) -> list[Any]:
-            assert self.fun is not None
-            return [out for out in jax.tree.leaves(self.fun(*arrays)) if isinstance(out, Tracer)]
-
-        def value_and_vjp(fun: Callable[..., Any], marks: Sequence[bool], *given: Any) -> Any:
+        def value_and_vjp(*given: Any) -> Any:
             arrays, cotangents = given[: len(marks)], given[len(marks) :]
 
             def of_perturbed(some: Sequence[Any]) -> Any:
                 left = iter(some)
-                outs = fun(*(next(left) if here else x for x, here in zip(arrays, marks, strict=True)))
+                filled = [next(left) if here else x for x, here in zip(arrays, marks, strict=True)]
+                others = iter(filled[len(of_leaf) :])
+                consts = [next(others) if here else const for const, here in zip(closed.consts, is_tracer, strict=True)]
+                outs = evaluate_program(ClosedJaxpr(closed.jaxpr, consts), *filled[: len(of_leaf)])
                 return list(compress(outs, is_out_inexact)), outs
 
             _, vjp, outs = jax.vjp(of_perturbed, list(compress(arrays, marks)), has_aux=True)
             return as_traced([*outs, *vjp(list(cotangents))[0]])
 
         cotangents = [zeros(aval) for aval in compress(closed.out_avals, is_out_inexact)]
-        inputs = [*self.structs, *others, *cotangents]
         try:
-            traced = Traced(partial(value_and_vjp, of_program, [*of_leaf, *perturbed.others]), inputs)
-        except jax.errors.UnexpectedTracerError:  # of a function inside of a `jax.vmap` that has ended
-            if self.fun is None:
-                raise
-            traced = None
+            traced = Traced(value_and_vjp, [*self.structs, *others, *cotangents])
         except ValueError as error:
             if not lacks_reverse_mode(error):
                 raise
             raise NoReverseModeError from error
-        if traced is None or (self.fun is not None and any(isinstance(x, Tracer) for x in traced.closed.consts)):
-            if any(perturbed.others):
-                raise _NeedsFunctionError
-            of_vjp = Traced(partial(value_and_vjp, of_function, of_leaf), [*self.structs, *cotangents]).closed
-            number_of = {id(const): n for n, const in enumerate(compress(closed.consts, is_tracer), len(of_leaf))}
-
-            def with_others(*given: Any) -> list[Any]:
-                consts = [given[number_of[id(x)]] if id(x) in number_of else x for x in of_vjp.consts]
-                arrays = (*given[: len(of_leaf)], *given[len(of_leaf) + len(others) :])
-                return as_traced(evaluate_program(ClosedJaxpr(of_vjp.jaxpr, consts), *arrays))
-
-            traced = Traced(with_others, inputs)
+        if any(isinstance(const, Tracer) for const in traced.closed.consts):
+            raise jax.errors.UnexpectedTracerError(
+                "a jax.custom_vjp or custom_jvp function closes over a value of the function that is differentiated; "
+                "pass the value to it as an argument"
+            )
         leaves = zip(self.names, self.leaves, perturbed.rows, perturbed.arrays, strict=True)
         regions = [EVERYTHING if b else region_of(x.selection, name) for name, x, a, b in leaves if a or b]
         regions += [EVERYTHING for here in perturbed.others if here]

@@ -96,6 +96,7 @@ def minimum_cut(graph: Graph, dear: Sequence[bool], cost: Mapping[Key, int | Non
 
     needed = upwards(wanted, lambda key: dear[made_by[key]])
     place = {key: i for i, key in enumerate(key for key in graph.known if key in needed)}
+    # A value is stored if the flow fills the edge through it: so the edge has its bytes, and all others are infinite.
     source, sink = 2 * len(place), 2 * len(place) + 1  # a region is entered at 2 i and left at 2 i + 1
     unit = 1 + 2 * sum(cost[key] or 0 for key in place) // _INFINITE
     edges = []
@@ -107,6 +108,7 @@ def minimum_cut(graph: Graph, dear: Sequence[bool], cost: Mapping[Key, int | Non
         edges += [(2 * i + 1, sink, _INFINITE)] if key in wanted else []
     start, end, capacity = np.array(edges, np.int32).reshape(-1, 3).T
     flow = csr_array((capacity, (start, end)), shape=(sink + 1, sink + 1), dtype=np.int32)
+    # Of several minimum cuts, that nearest to the sink is the last one in the program: it leaves the least to repeat.
     left_over = csr_array((flow - maximum_flow(flow, source, sink).flow).T)
     left_over.eliminate_zeros()
     to_sink = set(breadth_first_order(left_over, sink, return_predecessors=False).tolist())

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from optax_freeze._errors import counted
-from optax_freeze._gradient.explain import Explanation
+from optax_freeze._gradient.explanation import Explanation
 from optax_freeze._report import plot as _plot
 from optax_freeze._report.table import share, size
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -13,16 +13,15 @@ from jax.core import Tracer
 from optax_freeze._errors import is_int, value_error
 from optax_freeze._jax_internals import needs_value
 from optax_freeze._precompute.batch_size import number_of_examples, with_examples
+from optax_freeze._precompute.closures import refuse_closures
 from optax_freeze._precompute.cut import Cut, first_dependent, is_cheap, minimum_cut
 from optax_freeze._precompute.cut_explanation import CutExplanation, Feature
 from optax_freeze._precompute.digest import digest, text_of, without_count
 from optax_freeze._precompute.example_axis import Examples, Mixed, examples_of
-from optax_freeze._precompute.frozen_gradient import without_gradient_of
+from optax_freeze._precompute.frozen_gradient import with_unknown_gradient, without_gradient
 from optax_freeze._precompute.graph import Graph, Key, Node, graph
 from optax_freeze._precompute.inputs import Input
-from optax_freeze._precompute.traced_gradient import COTANGENT, Gradient, with_gradient
 from optax_freeze._program.decisions import decisive
-from optax_freeze._program.dependence import divided
 from optax_freeze._program.flops import flops_of_tasks
 from optax_freeze._program.regions import EVERYTHING, Rows, Values
 from optax_freeze._program.tasks import Schedule
@@ -43,7 +42,6 @@ class Division(NamedTuple):
     cut: Cut
     examples: list[Examples]  # in the stored values
     digest: str
-    gradient: Gradient | None  # that the program computes, too
 
     @property
     def read_again(self) -> dict[int | None, Node | None]:
@@ -72,14 +70,13 @@ class Division(NamedTuple):
             is_frozen = selection is FROZEN or isinstance(selection, RowIndex)
             if is_frozen and leaf.shape is not None and i not in read_again:
                 gone[leaf.path] = _bytes(leaf) - selection.elements(leaf.shape) * leaf.dtype.itemsize
-        cotangents = self.gradient.cotangents if self.gradient else ()
         return CutExplanation(
             tuple(features),
             flops_of_tasks(self.graph.tasks(self.cut.before)),
-            flops_of_tasks(divided(self.graph.tasks(self.cut.after), cotangents, ())[0]),
+            flops_of_tasks(self.graph.tasks(self.cut.after)),
             tuple(gone),
             sum(gone.values()),
-            tuple((str(node), why) for node, why in first_dependent(self.graph, self.inputs) if why != COTANGENT),
+            tuple((str(node), why) for node, why in first_dependent(self.graph, self.inputs)),
         )
 
     def before(self) -> list[Any]:
@@ -95,13 +92,7 @@ class Division(NamedTuple):
         features = self._without_gradient(features)
         for key, array, at in zip(self.cut.stored, features, self.examples, strict=True):
             values.write(*key, at.back(array, self.graph.struct(key).shape))
-        if self.gradient is None:
-            return self.traced.result(tasks.run(values))
-        for number, const in tasks.program.consts.items():
-            values.write(number, EVERYTHING, const)
-        outs = self.gradient.call(tasks, values, self.inputs)
-        found = self.traced.result([*outs, *[None] * len(self.gradient.leaves)])
-        return found[0] if self.gradient.leaves else found
+        return self.traced.result(tasks.run(values))
 
     def _without_gradient(self, features: Sequence[Any]) -> list[Any]:
         """The features, whose frozen parameters must not be differentiated, since only a part would be seen here."""
@@ -113,10 +104,10 @@ class Division(NamedTuple):
             found = {i for i, _ in node.reads if i in in_rows}
             numbers |= found
             computed.update(node.writes if found or not computed.isdisjoint(node.reads) else ())
-        features = without_gradient_of(features, leaves, in_part=False) if leaves else list(features)
+        features = without_gradient(features, leaves)
         places = [i for i, key in enumerate(self.cut.stored) if key in computed]
         rows = {in_rows[i].name: in_rows[i].frozen_rows for i in sorted(numbers)}
-        of_rows = without_gradient_of([features[i] for i in places], rows, in_part=True) if rows else []
+        of_rows = with_unknown_gradient([features[i] for i in places], rows)
         for i, feature in zip(places, of_rows, strict=False):
             features[i] = feature
         return features
@@ -150,7 +141,9 @@ def divide(
     trace = functools.partial(_traced, fun, plan, treedef, leaves)
     inputs = [leaf for leaf in leaves if not leaf.is_constant]
     _refuse_symbolic(inputs)
-    traced, tasks, inputs, gradient = trace(inputs)
+    traced, tasks = trace(inputs)
+    trains = [i for i, given in enumerate(inputs) if given.leaf is not None and given.why]
+    refuse_closures(traced.program, trains, lambda: trace(inputs)[0].program)
     cut, examples = _cut(tasks, inputs, example_axis)
     text = text_of(tasks, inputs, cut)
     if example_axis is not None:
@@ -158,12 +151,12 @@ def divide(
         more = 2 * count or 2
         for others in with_examples(more, inputs, example_axis):
             with contextlib.suppress(Exception):  # these shapes do not fit, or only one number of examples does
-                _, its, others, _ = trace(others)
+                _, its = trace(others)
                 is_alike = len(its.nodes) == len(tasks.nodes)  # not in `jax.shard_map`, where shapes do not vary
                 its_cut = cut if is_alike else _cut(its, others, example_axis)[0]
                 text = without_count(text, text_of(its, inputs, its_cut), count, more)
                 break
-    return Division(plan, traced, tasks, inputs, cut, examples, digest(text), gradient)
+    return Division(plan, traced, tasks, inputs, cut, examples, digest(text))
 
 
 def _refuse_symbolic(inputs: Sequence[Input]) -> None:
@@ -183,10 +176,8 @@ def _refuse_symbolic(inputs: Sequence[Input]) -> None:
 
 def _traced(
     fun: Callable[..., Any], plan: Plan, treedef: Any, leaves: Sequence[Input], inputs: Sequence[Input]
-) -> tuple[Traced, Graph, list[Input], Gradient | None]:
-    """The program of a function with these inputs, its tasks, which do not depend on the memory of the inputs, and
-    :func:`with_gradient`.
-    """
+) -> tuple[Traced, Graph]:
+    """The program of a function with these inputs, and its tasks, which do not depend on the memory of the inputs."""
 
     def of_inputs(*arrays: Any) -> Any:
         given, count = iter(arrays), len(plan.leaves)
@@ -195,7 +186,7 @@ def _traced(
         return fun(jax.tree.unflatten(plan.treedef, filled[:count]), *args, **kwargs)
 
     try:
-        traced, inputs, gradient = with_gradient(of_inputs, inputs, functools.partial(Traced, enter_remat=False))
+        traced = Traced(of_inputs, [given.struct for given in inputs], enter_remat=False)
     except Exception as error:
         if not needs_value(error):
             raise
@@ -206,7 +197,7 @@ def _traced(
             expected="a function that jax.jit can trace",
             fix="if Python branches on an argument, name it in `recurring` and pass a Python value",
         ) from error
-    return traced, graph(traced.program.copy(on_host=()), inputs), inputs, gradient
+    return traced, graph(traced.program.copy(on_host=()), inputs)
 
 
 def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, list[Examples]]:
@@ -229,27 +220,36 @@ def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, 
             if all(at[key] is None for key in node.writes):  # all examples share the results
                 dear[i] = trunk[i] = False
     cut = _minimum_cut(divided, dear, cost)
+    # Without an expensive operation, what reads frozen parameters and arguments at once is worth storing.
     cut = cut if cut.stored else _minimum_cut(divided, trunk, cost)
     mixed = [at[key] for i in cut.after if trunk[i] for key in tasks.nodes[i].writes if isinstance(at[key], Mixed)]
     if mixed:
-        operations = filter(None, (each.operation for each in mixed))
-        raise value_error(
-            "examples are mixed, so there are no features of single examples",
-            at=next(operations, "an operation on some of the examples"),
-            got="an operation along the axis of the examples, or one without a rule that keeps them apart",
-            expected="operations on each example separately, such as batch normalization with stored statistics",
-            fix="use example_axis=None for the features of whole batches, whose examples must then not be shuffled",
-        )
+        _refuse_mixed(mixed)
     if not cut.stored:
-        reasons = "; ".join(f"{node}: depends on {why}" for node, why in first_dependent(tasks, inputs)[:3])
-        raise value_error(
-            "there is nothing to compute once",
-            at="the function",
-            got=reasons or "no operation on frozen parameters and recurring arguments",
-            expected="an operation that depends only on frozen parameters and recurring arguments",
-            fix="freeze the layers at the input, and name in `recurring` every argument that they read",
-        )
+        _refuse_nothing(tasks, inputs)
     return cut, [at[key] for key in cut.stored]
+
+
+def _refuse_mixed(mixed: Sequence[Mixed]) -> NoReturn:
+    operations = filter(None, (each.operation for each in mixed))
+    raise value_error(
+        "examples are mixed, so there are no features of single examples",
+        at=next(operations, "an operation on some of the examples"),
+        got="an operation along the axis of the examples, or one without a rule that keeps them apart",
+        expected="operations on each example separately, such as batch normalization with stored statistics",
+        fix="use example_axis=None for the features of whole batches, whose examples must then not be shuffled",
+    )
+
+
+def _refuse_nothing(tasks: Graph, inputs: Sequence[Input]) -> NoReturn:
+    reasons = "; ".join(f"{node}: depends on {why}" for node, why in first_dependent(tasks, inputs)[:3])
+    raise value_error(
+        "there is nothing to compute once",
+        at="the function",
+        got=reasons or "no operation on frozen parameters and recurring arguments",
+        expected="an operation that depends only on frozen parameters and recurring arguments",
+        fix="freeze the layers at the input, and name in `recurring` every argument that they read",
+    )
 
 
 def _minimum_cut(tasks: Graph, dear: Sequence[bool], cost: Mapping[Key, int | None]) -> Cut:

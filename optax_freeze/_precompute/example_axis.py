@@ -18,6 +18,7 @@ from optax_freeze._precompute.graph import Graph, Key
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._precompute.words import values_of
 from optax_freeze._program.operations import computation
+from optax_freeze._program.propagation import settled
 from optax_freeze._program.regions import EVERYTHING, Region, Rows
 from optax_freeze._program.trace import Equation, Program, flatten
 
@@ -216,14 +217,11 @@ class _Analysis:
 
     def carried(self, body: Any, consts: Sequence[_Value], carry: Sequence[_Value], xs: Sequence[_Value]) -> Any:
         """Where the examples are in the values that a loop carries, the same at each step, and in its other results."""
-        while True:
-            outs = self.inside(body, [*consts, *carry, *xs])
-            new = [a.joined(b) for a, b in zip(carry, outs, strict=False)]
-            if [x.at for x in new] == [x.at for x in carry]:
-                break
-            carry = new
+        step = lambda carry: self.inside(body, [*consts, *carry, *xs])  # noqa: E731
+        is_same = lambda new, old: [x.at for x in new] == [x.at for x in old]  # noqa: E731
+        carry, _ = settled(carry, step, _Value.joined, is_same)
         carry = [_Value(x.at) for x in carry]  # whether the first value is the same says nothing of later ones
-        return carry, self.inside(body, [*consts, *carry, *xs])[len(carry) :]
+        return carry, step(carry)[len(carry) :]
 
 
 def _is_one_computation(eqn: Equation, found: Sequence[Any]) -> bool:

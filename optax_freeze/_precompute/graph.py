@@ -65,6 +65,7 @@ class Graph(NamedTuple):
 
 
 def graph(program: Program, inputs: Sequence[Input]) -> Graph:
+    # Rows that train make the whole leaf unknown, but loops and cheap operations may read its frozen rows alone.
     is_known = lambda number, region: inputs[number].is_known(region)  # noqa: E731
     in_part = [number for number, given in enumerate(inputs) if isinstance(given.trainable, Rows)]
     unknown = {number for number in range(program.num_inputs) if not is_known(number, EVERYTHING)}

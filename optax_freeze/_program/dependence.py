@@ -8,9 +8,11 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
-from optax_freeze._jax_internals import Branches, Call, Loop, Mapped, closed, inside
+from optax_freeze._jax_internals import Loop, closed, inside
 from optax_freeze._program.operations import computation, is_cheap
+from optax_freeze._program.propagation import ENTERED, Propagation
 from optax_freeze._program.regions import EVERYTHING, Region, Rows
 from optax_freeze._program.tasks import Task
 from optax_freeze._program.trace import Equation, Program, flatten
@@ -30,7 +32,8 @@ def reached(program: Program, marks: Mapping[int, int]) -> dict[int, int]:
     for eqn in program.eqns:
         given = [found.get(value, 0) if isinstance(value, int) else 0 for value in eqn.inputs]
         if any(given) or eqn.has_effects:
-            new = _through(eqn, given, every)
+            is_unknown = eqn.has_effects and not isinstance(inside(eqn), ENTERED)
+            new = [every] * len(eqn.outputs) if is_unknown else _REACHING.across(eqn, given)
             found.update((n, found.get(n, 0) | mark) for n, mark in zip(eqn.outputs, new, strict=True) if mark)
     return found
 
@@ -43,34 +46,20 @@ def depends_on(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     >>> depends_on(jaxpr, [True, False])
     [True, True, False]
     """
-    return [bool(mark) for mark in _of_outputs(jaxpr, [int(mark) for mark in inputs])]
+    return [bool(mark) for mark in _of_outputs(flatten(closed(jaxpr)), [int(mark) for mark in inputs])]
 
 
-def _of_outputs(jaxpr: Any, marks: Sequence[int]) -> list[int]:
-    """The marks of the outputs of a jaxpr, given those of its inputs."""
-    program = flatten(closed(jaxpr))
+def _of_outputs(program: Program, marks: Sequence[int]) -> list[int]:
+    """The marks of the outputs of a program, given those of its inputs."""
     found = reached(program, {n: mark for n, mark in enumerate(marks) if mark})
     return [found.get(value, 0) if isinstance(value, int) else 0 for value in program.outputs]
 
 
-def _through(eqn: Equation, given: list[int], every: int) -> list[int]:
-    """The marks of the results of one operation, given those of its operands; ``every`` mark if it has effects."""
-    found = inside(eqn)
-    if isinstance(found, Branches):
-        branches = [_of_outputs(branch, given[1:]) for branch in found.programs]
-        return [functools.reduce(operator.or_, marks, given[0]) for marks in zip(*branches, strict=True)]
-    if isinstance(found, Call | Mapped):
-        return _of_outputs(found.program, given)
-    if not isinstance(found, Loop):
-        joined = every if eqn.has_effects else functools.reduce(operator.or_, given)
-        return [joined] * len(eqn.outputs)
-    first, carried = found.consts, found.carried
-    while True:
-        passed = _of_outputs(found.body, given)
-        carry = [old | new for old, new in zip(given[first : first + carried], passed[:carried], strict=True)]
-        if carry == given[first : first + carried]:
-            return carry + passed[carried:]
-        given = [*given[:first], *carry, *given[first + carried :]]
+def _joined(eqn: Equation, marks: Sequence[int]) -> list[int]:
+    return [functools.reduce(operator.or_, marks)] * len(eqn.outputs)
+
+
+_REACHING = Propagation(_joined, _of_outputs, is_backward=False, found=WeakKeyDictionary())
 
 
 class Known(NamedTuple):
@@ -94,6 +83,7 @@ def known_in_part(
 
     def are_rows_known(reads: Iterable[tuple[Any, Region | None]]) -> bool:
         """Whether regions can be computed from known ones."""
+        # A search with a list of its own: a chain of cheap operations may be longer than Python's stack.
         found, left = set(), [*reads]
         while left:
             value, region = key = left.pop()
@@ -121,6 +111,7 @@ def known_in_part(
             continue
         first, length = loop.stacked, loop.length
         stacked = [value for value in eqn.inputs[first:] if value in unknown]
+        # A step with an unknown constant or carry is unknown; after the first step with an unknown row all carries are.
         if stacked and unknown.isdisjoint(value for value in eqn.inputs[:first] if isinstance(value, int)):
             numbers = range(length)[:: -1 if loop.reverse else 1]
             rows = (are_rows_known((value, Rows(0, [k])) for value in stacked) for k in numbers)

@@ -51,6 +51,8 @@ class HostArray(Unread):
                 return jax.lax.map(lambda i: _row_of_block(self.array, i), region.indices)
             return region.take(self.read(EVERYTHING, beside))
         region, array = self._rows_of(region), self.array
+        # XLA merges two equal copies into one that waits in device memory between its readers: so the second one waits
+        # for another operand of its reader.
         key = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts)
         # Inside `jax.shard_map`, what it is read beside would make it vary, and what is the same everywhere is merged.
         if beside is not None and self.waits(key) and varies(jax.typeof(beside)) <= varies(jax.typeof(array)):

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from optax_freeze._jax_internals import Branches, Loop, Mapped, names_axes
 from optax_freeze._program.decisions import results_that_decide
 from optax_freeze._program.late import late_inputs
+from optax_freeze._program.propagation import settled
 from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering
 from optax_freeze._program.tasks import (
     ALWAYS,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 _MOST_SEGMENTS = 8
 _MOST_GROWTHS = 8
-"""Of a carry whose rows become more so many times everything is computed: a stencil adds its neighbors in each step."""
 
 
 class _Output(NamedTuple):
@@ -55,6 +55,30 @@ class _Output(NamedTuple):
         """The steps, if they are known only while the program runs."""
         is_dynamic = isinstance(self.written, DynamicRows) and self.written.axis == 0
         return self.written if is_dynamic else None  # type: ignore[return-value]
+
+
+class _Carried(NamedTuple):
+    """What is wanted of a value that a loop carries.
+
+    A stencil adds its neighbors in each step: its rows become more and more, until everything is computed.
+    """
+
+    shape: Sequence[int]
+    region: Region | None
+    guard: int
+    growths: int = 0
+
+    @classmethod
+    def of(cls, wanted: Mapping[Region, int], shape: Sequence[int]) -> "_Carried":
+        """What is wanted in several regions."""
+        return cls(shape, one_region(wanted, shape), joined_guard([wanted]))
+
+    def joined(self, other: "_Carried") -> "_Carried":
+        """What is wanted if one or the other is."""
+        region = one_region([each for each in (self.region, other.region) if each is not None], self.shape)
+        growths = self.growths + (self.region not in (None, region))
+        region = EVERYTHING if growths > _MOST_GROWTHS else region
+        return _Carried(self.shape, region, self.guard | other.guard if region is not None else 0, growths)
 
 
 def cond(walk: "Walk", eqn: Equation, found: Branches, wanted: Sequence[Any]) -> bool:
@@ -84,7 +108,8 @@ def cond(walk: "Walk", eqn: Equation, found: Branches, wanted: Sequence[Any]) ->
         return jax.lax.switch(operands[0], [functools.partial(run, branch) for branch in branches])
 
     writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
-    walk.add(Task(eqn, [Read(eqn.inputs[0], EVERYTHING), *(read for _, read in reads)], writes, apply, guard))
+    reads_of_all = [Read(eqn.inputs[0], EVERYTHING), *(read for _, read in reads)]
+    walk.add(Task(eqn, reads_of_all, writes, apply, guard, inner=branches))
     return True
 
 
@@ -130,9 +155,9 @@ class _PartOfLoop:
     def __init__(self, walk: "Walk", eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
         self.walk, self.eqn = walk, eqn
         self.consts, self.carried = found.consts, found.carried
-        self.length, self.reverse, self.unroll = found.length, found.reverse, found.unroll
+        self.length, self.reverse, self.unroll, self.stacked = found.length, found.reverse, found.unroll, found.stacked
         self.body = walk.body(found.body)
-        self.marks = results_that_decide(found, self.body, walk.decide(eqn))
+        self.marks = results_that_decide(found, walk.decide(eqn))
         self.outputs = _outputs(eqn, wanted[self.carried :], self.carried, self.length)
         on_host, self.available = late_inputs(walk.late, eqn.inputs, self.consts + self.carried)
         carry = range(self.consts, self.consts + self.carried)  # a step computes the next one
@@ -149,9 +174,10 @@ class _PartOfLoop:
 
     def add(self, wanted: Sequence[Any]) -> None:
         """Adds the tasks, given what is wanted of the results."""
-        last = list(zip(wanted[: self.carried], self.eqn.avals_out, strict=False))
-        carry = [one_region(each, aval.shape) for each, aval in last]
-        guards = [joined_guard([each]) for each, _ in last]
+        carry = [
+            _Carried.of(each, aval.shape)
+            for each, aval in zip(wanted[: self.carried], self.eqn.avals_out, strict=False)
+        ]
         segments = self._segments()
         if len(segments) > _MOST_SEGMENTS:
             self.outputs = list(map(_hull, self.outputs))
@@ -160,7 +186,7 @@ class _PartOfLoop:
         numbers = {o: self.eqn.outputs[self.carried + o.place] for o in self.outputs}
         ends: Sequence[Any] = self.eqn.outputs[: self.carried]
         for n, segment in reversed(list(enumerate(segments))):
-            if not segment.outputs and not any(carry) and not self.eqn.has_effects:
+            if not segment.outputs and not any(each.region for each in carry) and not self.eqn.has_effects:
                 continue
             avals = self.eqn.avals_in[self.consts : self.consts + self.carried]
             results = zip(avals, self.eqn.outputs, strict=False)
@@ -169,9 +195,9 @@ class _PartOfLoop:
             )
             earlier = {o for other in segments[:n] for o in other.outputs}
             before = {o: self.walk.program.add(*self._result(o)) for o in segment.outputs if o in earlier}
-            part = _Segment(self, segment, starts, ends, dict(numbers), before, carry, guards)
+            part = _Segment(self, segment, starts, ends, dict(numbers), before, carry)
             part.add()
-            carry, guards = part.needed, [part.guard] * self.carried
+            carry = [each._replace(guard=part.guard) for each in part.needed]
             numbers |= before
             ends = starts
 
@@ -214,7 +240,7 @@ class _Segment:
     Attributes:
       starts, ends: the carry before and after the steps.
       after: the numbers of the outputs; ``before``: those of what earlier segments wrote of them.
-      wanted, guards: what is wanted of the carry after the steps.
+      wanted: what is wanted of the carry after the steps.
       carry, needed: what a step computes of the carry, and what is needed of it before the steps.
     """
 
@@ -224,19 +250,23 @@ class _Segment:
     ends: Sequence[Any]
     after: dict[_Output, int]
     before: dict[_Output, int]
-    wanted: list[Region | None]
-    guards: list[int]
+    wanted: Sequence[_Carried]
 
     def __post_init__(self) -> None:
         eqn = self.loop.eqn
         self.outputs, self.numbers = self.steps.outputs, Rows(0, np.arange(self.steps.start, self.steps.stop))
         # A step that other devices or examples wait for is not skipped.
         self.waits = any(map(names_axes, eqn.effects))
-        self.conditions = self._conditions([*self.guards, *(o.guard for o in self.outputs)])
+        self.conditions = self._conditions([each.guard for each in (*self.wanted, *self.outputs)])
         is_dynamic = all(o in self.conditions for o in self.outputs)
-        self.ends_early = not any(self.wanted) and is_dynamic and not eqn.has_effects and not self.waits
-        self.carry, self.needed, guards = self._fixpoint(self.wanted, self.guards)
-        self.guard = functools.reduce(operator.or_, [*guards, *(o.guard for o in self.outputs)], 0)
+        is_last = not any(each.region for each in self.wanted)
+        self.ends_early = is_last and is_dynamic and not eqn.has_effects and not self.waits
+        if self.numbers.count == 1:
+            self.carry, self.needed = self.wanted, self._planned(self.wanted)
+        else:  # a step computes what the next one needs
+            self.carry, _ = settled(self.wanted, self._planned, _Carried.joined)
+            self.needed = self.carry
+        self.guard = functools.reduce(operator.or_, [each.guard for each in (*self.carry, *self.outputs)], 0)
         if eqn.has_effects:
             self.guard = ALWAYS
         self.reads = self._reads()
@@ -244,12 +274,13 @@ class _Segment:
     def add(self) -> None:
         """Adds the task of the segment."""
         loop, eqn = self.loop, self.loop.eqn
-        if any(o.written is not EVERYTHING for o in self.outputs):
-            loop.walk.record(eqn, "rows")
+        extent = "rows" if any(o.written is not EVERYTHING for o in self.outputs) else ""
         reads = [*(read for _, read in self.reads), *(Read(number, o.written) for o, number in self.before.items())]
-        writes = [(self.ends[k], region) for k, region in enumerate(self.carry) if region is not None]
+        writes = [(n, each.region) for n, each in zip(self.ends, self.carry, strict=True) if each.region is not None]
         writes += [(self.after[o], o.written) for o in self.outputs]
-        loop.walk.add(Task(eqn, reads, writes, self.apply, self.guard, self.numbers.count / loop.length))
+        carried = dict(enumerate(loop.consts + k for k, each in enumerate(self.carry) if each.region is not None))
+        share = self.numbers.count / loop.length
+        loop.walk.add(Task(eqn, reads, writes, self.apply, self.guard, share, extent, [self.body], carried))
 
     def _reads(self) -> list[tuple[int, Any]]:
         """What the steps read, with the places of the operands."""
@@ -259,7 +290,7 @@ class _Segment:
         for place, value in enumerate(eqn.inputs):
             wanted = self.body.given.get(place, {})
             if first <= place < last:
-                region = self.needed[place - first]
+                region = self.needed[place - first].region
                 reads = [] if region is None else [Read(self.starts[place - first], region)]
             elif place < first or place in loop.on_host or LAZY in wanted:
                 reads = _reads(loop.walk, value, eqn.avals_in[place], wanted, place in loop.on_host)
@@ -278,46 +309,26 @@ class _Segment:
         guards = dict(zip(keys, new_guards(len(keys), others), strict=True))
         return {o: guards[key] for o, key in dynamic.items()}
 
-    def _fixpoint(
-        self, carry: list[Region | None], guards: list[int]
-    ) -> tuple[list[Region | None], list[Region | None], list[int]]:
-        """What a step computes of the carry and what it needs of it, the same unless there is one step."""
+    def _planned(self, carry: Sequence[_Carried]) -> list[_Carried]:
+        """Plans a step that computes this of the carry; returns what it needs of it."""
         loop = self.loop
-        shapes = [aval.shape for aval in loop.eqn.avals_in[loop.consts : loop.consts + loop.carried]]
-        log = [] if loop.walk.log is None else loop.walk.log
-        recorded, growths = len(log), [0] * len(carry)
+        wanted = [
+            (x, each.region, each.guard)
+            for x, each in zip(loop.body.outputs, carry, strict=False)
+            if each.region is not None
+        ]
+        stacked = loop.body.outputs[loop.carried :]
+        wanted += [(stacked[o.place], o.region, self.conditions.get(o, o.guard)) for o in self.outputs]
         while True:
-            del log[recorded:]
-            outs = zip(loop.body.outputs[: loop.carried], carry, guards, strict=True)
-            wanted = [(value, region, guard) for value, region, guard in outs if region is not None]
-            for o in self.outputs:
-                guard = self.conditions.get(o, o.guard)
-                wanted.append((loop.body.outputs[loop.carried + o.place], o.region, guard))
             self.body = loop.walk.inside(loop.body, wanted, loop.on_host, loop.available, loop.marks)
             in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
-            if in_each:  # what each step would bring to the device is brought once
-                loop.on_host = {p: origins for p, origins in loop.on_host.items() if p not in in_each}
-                loop.available |= in_each
-                continue
-            given = [self.body.given.get(loop.consts + k, {}) for k in range(loop.carried)]
-            needed = [
-                one_region(each, aval.shape)
-                for each, aval in zip(given, loop.eqn.avals_in[loop.consts :], strict=False)
-            ]
-            if len(self.numbers.numbers) == 1:
-                return carry, needed, guards
-            joined = [
-                one_region(dict.fromkeys(r for r in pair if r is not None), shape)
-                for *pair, shape in zip(carry, needed, shapes, strict=True)
-            ]
-            for k, (old, new) in enumerate(zip(carry, joined, strict=True)):
-                growths[k] += old is not None and new != old
-                joined[k] = EVERYTHING if growths[k] > _MOST_GROWTHS else new
-            found = [guard | self._outside(joined_guard([each])) for guard, each in zip(guards, given, strict=True)]
-            found = [0 if region is None else guard for region, guard in zip(joined, found, strict=True)]
-            if joined == carry and found == guards:
-                return carry, carry, guards
-            carry, guards = joined, found
+            if not in_each:
+                break
+            # what each step would bring to the device is brought once
+            loop.on_host = {p: origins for p, origins in loop.on_host.items() if p not in in_each}
+            loop.available |= in_each
+        needed = [_Carried.of(self.body.given.get(p, {}), each.shape) for p, each in enumerate(carry, loop.consts)]
+        return [each._replace(guard=self._outside(each.guard)) for each in needed]
 
     def _outside(self, guard: int) -> int:
         """A guard of a task of a step as one outside of the loop."""
@@ -327,70 +338,34 @@ class _Segment:
 
     def apply(self, context: Context, operands: Sequence[Any]) -> Sequence[Any]:
         """Runs the steps."""
-        loop = self.loop
-        first, last = loop.consts, loop.consts + loop.carried
-        given = [
-            (place, read, x if place < last or isinstance(x, Unread | tuple) else (x, self.steps.start))
-            for (place, read), x in zip(self.reads, operands, strict=False)
-        ]
-        carried = [(place, read) for place, read, _ in given if first <= place < last]
-        start = [x for place, _, x in given if first <= place < last]
+        first, last, start = self.loop.consts, self.loop.stacked, self.steps.start
+        carried, given = [], []
+        for (place, read), x in zip(self.reads, operands, strict=False):
+            is_unread = place < last or isinstance(x, Unread | tuple)
+            (carried if first <= place < last else given).append((place, read, x if is_unread else (x, start)))
         previous = dict(zip(self.before, operands[len(self.reads) :], strict=True))
-        goes_on = [o for o in self.outputs if self.after[o] not in loop.eqn.outputs]  # later segments write it, too
+        goes_on = [
+            o for o in self.outputs if self.after[o] not in self.loop.eqn.outputs
+        ]  # later segments write it, too
         buffered = [o for o in self.outputs if o in self.before or o in self.conditions or o in goes_on]
         stacked = [o for o in self.outputs if o not in buffered]
-        buffers = [previous[o] if o in previous else self._buffer(o) for o in buffered]
-        stacks = {p: x[0] for p, _, x in given if p >= last and isinstance(x, tuple)}
-        sliced = {p: x for p, x in stacks.items() if x.shape[0] == len(self.numbers.numbers)}
-
         numbers = {o: context.bound(o.written).unclamped for o in self.conditions}  # type: ignore[attr-defined]
-
-        def step(state: Any, of_step: Any) -> Any:
-            (carry, buffers), (i, rows) = state, of_step
-            values = Values()
-            for place, read, x in given:
-                if place < first:
-                    _pass_on(values, place, read, x, context)
-                elif place >= last:
-                    values.write(place, EVERYTHING, rows[place] if place in rows else self._row_of(place, x, i))
-            for (place, read), part in zip(carried, carry, strict=True):
-                values.write(place, context.bound(read.region), part)
-            steps = {o: each == i for o, each in numbers.items()}
-            hits = {o: jnp.any(here) for o, here in steps.items()}
-            conditions = {
-                bit: hits[o] if o.guard in (ALWAYS, self.guard) else hits[o] & context.holds(o.guard)
-                for o, bit in self.conditions.items()
-                if bit != ALWAYS
-            }
-            outs = self.body.run(values, context.inside(self.guard, conditions))
-            rows_of = dict(zip(self.outputs, outs[len(outs) - len(self.outputs) :], strict=True))
-            new = []
-            for o, buffer in zip(buffered, buffers, strict=True):
-                before = int(np.searchsorted(o.steps.numbers, self.steps.start)) - self.steps.start
-                place = jnp.argmax(steps[o]) if o in steps else i + before
-                new.append(_written(buffer, rows_of[o], place, hits.get(o)))
-            return (outs[: len(outs) - len(self.outputs)], new), [rows_of[o] for o in stacked]
-
-        i = jnp.arange(self.steps.start, self.steps.stop, dtype=jnp.int32)
-        state: Any = (start, buffers)
-        if len(i) == 1:
-            (carry, buffers), ys = step(state, (self.steps.start, {}))
+        step = _Step(self, context, given, [(place, read.region) for place, read, _ in carried], buffered, numbers)
+        # A `scan` takes its rows from a stack of as many steps; of a longer one, a slice would be a copy.
+        stacks = {p: x[0] for p, _, x in given if p >= last and isinstance(x, tuple)}
+        sliced = {p: x for p, x in stacks.items() if x.shape[0] == self.numbers.count}
+        state: Any = [x for *_, x in carried], [previous[o] if o in previous else self._buffer(o) for o in buffered]
+        if self.numbers.count == 1:
+            (carry, buffers), ys = step(state, (start, {}))
             ys = [y[None] for y in ys]
         elif self.ends_early:
             (carry, buffers), ys = self._until_last(step, state, numbers.values()), []
         else:
-            unroll = loop.unroll
-            (carry, buffers), ys = jax.lax.scan(step, state, (i, sliced), reverse=loop.reverse, unroll=unroll)
+            i = jnp.arange(start, self.steps.stop, dtype=jnp.int32)
+            options = {"reverse": self.loop.reverse, "unroll": self.loop.unroll}
+            (carry, buffers), ys = jax.lax.scan(step, state, (i, sliced), **options)
         found = dict(zip([*buffered, *stacked], [*buffers, *ys], strict=True))
         return [*carry, *(found[o] for o in self.outputs)]
-
-    def _row_of(self, place: int, stack: Any, i: Any) -> Any:
-        """The row of a step; of an array in host memory read once, unless the step reads only rows of it."""
-        if isinstance(stack, tuple):
-            array, begins = stack
-            return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
-        row, given = stack.row(i), self.body.given[place]
-        return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
 
     def _buffer(self, output: _Output) -> jax.Array:
         aval, _ = self.loop._result(output)
@@ -409,6 +384,63 @@ class _Segment:
             return n + 1, step(state, (stop - 1 - n if reverse else start + n, {}))[0]
 
         return jax.lax.while_loop(lambda state: state[0] < steps, once, (jnp.int32(0), state))[1]
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """One step of a segment, as a function of ``jax.lax.scan``.
+
+    Attributes:
+      given: the places of constant and stacked operands, their reads, and what was read.
+      carried: the places of the carry, and the regions of it.
+      buffered: the outputs that are written into arrays, one step after the other; the others are stacked.
+      numbers: those of the steps of which outputs are wanted, if they are values of the program.
+    """
+
+    part: _Segment
+    context: Context
+    given: Sequence[tuple[int, Any, Any]]
+    carried: Sequence[tuple[int, Region]]
+    buffered: Sequence[_Output]
+    numbers: Mapping[_Output, jax.Array]
+
+    def __call__(self, state: Any, of_step: Any) -> Any:
+        part, (carry, buffers), (i, rows) = self.part, state, of_step
+        is_wanted = {o: each == i for o, each in self.numbers.items()}
+        hits = {o: jnp.any(each) for o, each in is_wanted.items()}
+        conditions = {
+            bit: hits[o] if o.guard in (ALWAYS, part.guard) else hits[o] & self.context.holds(o.guard)
+            for o, bit in part.conditions.items()
+            if bit != ALWAYS
+        }
+        outs = part.body.run(self._values(carry, i, rows), self.context.inside(part.guard, conditions))
+        last = len(outs) - len(part.outputs)
+        rows_of, new = dict(zip(part.outputs, outs[last:], strict=True)), []
+        for o, buffer in zip(self.buffered, buffers, strict=True):
+            before = int(np.searchsorted(o.steps.numbers, part.steps.start)) - part.steps.start
+            place = jnp.argmax(is_wanted[o]) if o in is_wanted else i + before
+            new.append(_written(buffer, rows_of[o], place, hits.get(o)))
+        return (outs[:last], new), [rows_of[o] for o in part.outputs if o not in self.buffered]
+
+    def _values(self, carry: Sequence[Any], i: Any, rows: Mapping[int, Any]) -> Values:
+        """What the step reads; ``rows`` are those of stacks that the loop slices."""
+        values = Values()
+        for place, read, x in self.given:
+            if place < self.part.loop.consts:
+                _pass_on(values, place, read, x, self.context)
+            else:
+                values.write(place, EVERYTHING, rows[place] if place in rows else self._row_of(place, x, i))
+        for (place, region), x in zip(self.carried, carry, strict=True):
+            values.write(place, self.context.bound(region), x)
+        return values
+
+    def _row_of(self, place: int, stack: Any, i: Any) -> Any:
+        """The row of a step; of an array in host memory read once, unless the step reads only rows of it."""
+        if isinstance(stack, tuple):
+            array, begins = stack
+            return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
+        row, given = stack.row(i), self.part.body.given[place]
+        return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
 
 
 def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
@@ -456,5 +488,5 @@ def shard_map(walk: "Walk", eqn: Equation, found: Mapped, wanted: Sequence[Any])
         return mapped(*(x.as_operand() if isinstance(x, Unread) else x for x in operands))
 
     writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
-    walk.add(Task(eqn, reads, writes, apply, joined_guard(wanted)))
+    walk.add(Task(eqn, reads, writes, apply, joined_guard(wanted), inner=[inner]))
     return True

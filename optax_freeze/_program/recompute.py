@@ -62,6 +62,7 @@ def _again(program: Program, eqn: Equation, place: int, maker: Equation, result:
     What decides, or is decided, from a value that the other one computes is not computed again.
     """
     lacks, consts, last = _places(maker)
+    # All steps compute a carried result, one after the other: no step of another loop can do that.
     if maker.primitive is not eqn.primitive or result < last - consts:
         return None
     if maker.inputs[0] != eqn.inputs[0] if lacks else place < _places(eqn)[2]:

@@ -7,7 +7,7 @@ evaluated. All rows are ascending. A value may be stored in several regions.
 
 import functools
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -491,12 +491,6 @@ class Values:
             if positions is not None:
                 return array, int(rows.numbers[0] - positions.numbers[0])
         raise KeyError((number, rows, list(stored)))
-
-    def arrays(self) -> Iterator[tuple[int, Region, Any]]:
-        """All stored regions: the number of the value, the region, and the array."""
-        for number, stored in self._stored.items():
-            for region, array in stored.items():
-                yield number, region, array
 
     def only(self, numbers: Iterable[int]) -> "Values":
         """The values with these numbers."""

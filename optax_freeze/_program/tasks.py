@@ -8,6 +8,7 @@ and those of larger sets come first.
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._program.host_array import HostArray
+from optax_freeze._program.propagation import settled
 from optax_freeze._program.regions import EVERYTHING, LAZY, Numbers, Region, Rows, Unread, Values, covering
 from optax_freeze._program.trace import Equation, Program
 from optax_freeze._spec.sharding import eval_types, laid_out, zeros
@@ -79,6 +81,11 @@ class Read(NamedTuple):
         """The regions of stored values that are read."""
         return [(self.value, self.region)] if isinstance(self.value, int) else []
 
+    @property
+    def from_host(self) -> Sequence[tuple[int, bool]]:
+        """The inputs in host memory that are read, and whether by rows."""
+        return ()
+
     def of(self, values: Values, context: "Context") -> Any:
         """What is read."""
         if not isinstance(self.value, int):
@@ -134,14 +141,38 @@ def _bits(guard: int) -> Iterator[int]:
 
 
 class Task(NamedTuple):
-    """An operation on regions of values: ``apply(context, values that are read)`` returns those that are written."""
+    """An operation on regions of values: ``apply(context, values that are read)`` returns those that are written.
+
+    Attributes:
+      share: how much of the operation is computed.
+      extent: whether "rows" are computed, or "everything" although only rows are wanted.
+      inner: the tasks of its programs, whose outputs are the regions that it writes.
+      carried: by the place of such an output, the input that has its value in the next step of a loop.
+    """
 
     eqn: Equation
     reads: Sequence[Any]  # Read or LateRead, or None
     writes: Sequence[tuple[int, Region] | None]
     apply: Callable[[Context, Sequence[Any]], Sequence[Any]]
     guard: int
-    share: float = 1.0  # of the operation
+    share: float = 1.0
+    extent: str = ""
+    inner: Sequence["Schedule"] = ()
+    carried: Mapping[int, int] = MappingProxyType({})
+
+    def needed_for(self, numbers: Collection[int]) -> "Task":
+        """The task with those of its inner tasks that some of the values which it writes need."""
+        inner = []
+        for schedule in self.inner:
+
+            def step(marks: Sequence[bool], schedule: Schedule = schedule) -> list[bool]:
+                read = schedule.of([*compress(schedule.outputs, marks)]).read_numbers
+                return [self.carried.get(place) in read for place in range(len(marks))]
+
+            marks = [write is not None and write[0] in numbers for write in self.writes]
+            marks, _ = settled(marks, step, operator.or_)
+            inner.append(schedule.of([*compress(schedule.outputs, marks)]))
+        return self._replace(inner=inner)
 
     def run(self, context: Context, values: Values) -> None:
         """Evaluates the task."""
@@ -180,9 +211,24 @@ class Schedule(NamedTuple):
         needed, tasks = {value for value, _ in outputs}, []
         for task in reversed(self.tasks):
             if not needed.isdisjoint(task.written_numbers):
+                tasks.append(task.needed_for(needed))
                 needed.update(task.read_numbers)
-                tasks.append(task)
         return self._replace(tasks=tasks[::-1], outputs=outputs)
+
+    @property
+    def read_numbers(self) -> set[int]:
+        """The numbers of the values that are read, also as outputs."""
+        return {n for task in self.tasks for n in task.read_numbers} | {
+            x for x, _ in self.outputs if isinstance(x, int)
+        }
+
+    @property
+    def all_tasks(self) -> Iterator[Task]:
+        """The tasks, each before its inner ones."""
+        for task in self.tasks:
+            yield task
+            for schedule in task.inner:
+                yield from schedule.all_tasks
 
     def run(self, values: Values, context: Context = PLAIN) -> list[Any]:
         """Evaluates the tasks, given the inputs, and returns the outputs."""
@@ -201,12 +247,13 @@ class Schedule(NamedTuple):
     def run_except(self, postponed: Collection[int], values: Values, context: Context) -> dict[int, Any]:
         """Evaluates the tasks, given the inputs, except those at these positions.
 
-        Returns False for each input that is read under a condition, as a bool that is known only after it was read.
+        Returns a bool for each input that is read inside of a ``lax.cond``. It is False, but the compiler does not know
+        that: whoever writes to an input in place and depends on it writes after the last read, so nothing is copied.
         """
         self.fill(values)
         kept = {value for value, _ in self.outputs if isinstance(value, int)}
         kept.update(number for i in postponed for number in self.tasks[i].read_numbers)
-        sets: dict[int, list[Task]] = {}
+        sets: dict[int, list[Task]] = {}  # one `lax.cond` for each guard: a chain of n groups has about 2 n of them
         for i, task in enumerate(self.tasks):
             if i not in postponed:
                 sets.setdefault(ALWAYS if task.guard & context.guard == context.guard else task.guard, []).append(task)
@@ -216,6 +263,7 @@ class Schedule(NamedTuple):
             for number in {number for task in tasks for number in task.read_numbers}:
                 read_by.setdefault(number, set()).add(guard)
         conditions, after = context.each_holds(sets), {}
+        # What a task reads is needed at least as often, so its guard is as large or larger.
         for guard in sorted(sets, key=lambda guard: -guard.bit_count()):
             tasks = sets[guard]
             written = {number for task in tasks for number in task.written_numbers}

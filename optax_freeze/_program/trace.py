@@ -8,6 +8,7 @@ derivatives of their own, for derivatives of the evaluated program. JAX may bind
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +109,20 @@ class Program(NamedTuple):
 
 def flatten(closed: ClosedJaxpr, enter_remat: bool = True, enter_placed: bool = False) -> Program:
     """Lists the operations of a jaxpr, those of calls included; ``enter_placed``: with shardings or donation, too."""
-    program = Program([], {}, [], len(closed.in_avals), [], (), {})
-    values = [program.add(aval) for aval in closed.in_avals]
-    program.outputs.extend(
-        _Flatten(program, enter_remat, enter_placed).jaxpr(closed.jaxpr, closed.consts, values, None, None)
-    )
-    return program
+    known, key = _FLAT.setdefault(closed.jaxpr, {}), (enter_remat, enter_placed)
+    if key not in known:
+        program = Program([], {}, [], len(closed.in_avals), [], (), {})
+        values = [program.add(aval) for aval in closed.in_avals]
+        consts = [program.add(var.aval) for var in closed.jaxpr.constvars]
+        program.outputs.extend(_Flatten(program, *key).jaxpr(closed.jaxpr, consts, values, None, None))
+        known[key] = program, consts
+    program, consts = known[key]
+    given = program.consts | dict(zip(consts, closed.consts, strict=True))
+    return program.copy(consts=given, eqns=[*program.eqns], outputs=[*program.outputs])
+
+
+_FLAT: WeakKeyDictionary[Jaxpr, dict[tuple[bool, bool], tuple[Program, list[int]]]] = WeakKeyDictionary()
+"""The programs of jaxprs without their constants: the body of a loop is listed for each question to the loop."""
 
 
 class _Flatten(NamedTuple):
@@ -122,14 +131,11 @@ class _Flatten(NamedTuple):
     enter_placed: bool
 
     def jaxpr(
-        self, jaxpr: Jaxpr, consts: Sequence[Any], values: Sequence[Any], stack: Any, traceback: Any
+        self, jaxpr: Jaxpr, consts: Sequence[int], values: Sequence[Any], stack: Any, traceback: Any
     ) -> list[Any]:
         """Adds the operations of a jaxpr. Operations of JAX's own functions get the user's ``traceback``."""
         program = self.program
-        env: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = program.add(var.aval)
-            program.consts[env[var]] = const
+        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
 
         def read(atom: Any) -> Any:
             return atom if isinstance(atom, Literal) else env[atom]
@@ -141,7 +147,9 @@ class _Flatten(NamedTuple):
             if call is not None:
                 inputs = self._barrier(eqn, inputs, call.barriers, source)
                 scopes, line = source.scopes_inside(call), source.traceback if call.is_of_jax else traceback
-                outs = self.jaxpr(call.program.jaxpr, call.program.consts, inputs, scopes, line)
+                consts = [program.add(var.aval) for var in call.program.jaxpr.constvars]
+                program.consts.update(zip(consts, call.program.consts, strict=True))
+                outs = self.jaxpr(call.program.jaxpr, consts, inputs, scopes, line)
             else:
                 outs = tuple(program.add(var.aval) for var in eqn.outvars)
                 given, found = (tuple(var.aval for var in each) for each in (eqn.invars, eqn.outvars))

@@ -66,7 +66,6 @@ class Inner(NamedTuple):
 def schedule(
     program: Program,
     outputs: Sequence[tuple[Any, Region, int]],
-    log: Any = None,
     late: Late | None = None,
     is_late: bool = False,
     known: Known | None = None,
@@ -86,15 +85,13 @@ def schedule(
     if late is None and program.on_host and not is_late:
         origins = {number: frozenset({(number, False)}) for number in program.on_host}
         late = Late(program, origins, range(program.num_inputs), decides)
-    recorded = len(log or ())
     inner = Inner({}, {}) if inner is None else inner
     _, compared = inner.compared.setdefault(id(program), (program, set()))
-    walk = Walk(program, log, late, is_late, known, decides, inner, compared)
+    walk = Walk(program, late, is_late, known, decides, inner, compared)
     wanted = walk.run(outputs)
     if more := walk.compared_in_part() - compared:
         compared |= more
-        del (log or [])[recorded:]
-        walk = Walk(program, log, late, is_late, known, decides, inner, compared)
+        walk = Walk(program, late, is_late, known, decides, inner, compared)
         wanted = walk.run(outputs)
     computed = {n for eqn in program.eqns for n in eqn.outputs}
     computed.update(n for task in walk.tasks for n in task.written_numbers)
@@ -110,7 +107,6 @@ class Walk:
     """
 
     program: Program
-    log: Any
     late: Late | None
     is_late: bool
     known: Known | None
@@ -149,22 +145,14 @@ class Walk:
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | guard
 
-    def record(self, eqn: Equation, extent: Any) -> None:
-        """Adds to the log that "rows" or "everything" is computed, or (an input in host memory, whether by rows)."""
-        if self.log is not None:
-            self.log.append((eqn, extent))
-
     def add(self, task: Task) -> None:
         """Adds a task, and wants what it reads."""
-        task = task._replace(reads=[self.read(*read[:3]) if isinstance(read, Read) else read for read in task.reads])
-        self.tasks.append(task)
+        extent = task.extent if self.completed.isdisjoint(task.eqn.outputs) else "everything"
+        reads = [self.read(*read[:3]) if isinstance(read, Read) else read for read in task.reads]
+        self.tasks.append(task := task._replace(reads=reads, extent=extent))
         for read in task.reads:
             for value, region in () if read is None else read.wanted:
                 self.want(value, region, task.guard)
-            if isinstance(read, LateRead) and self.late is not None and read.read.region is not LAZY:
-                for value, region in reversed(read.wanted):
-                    for number, by_rows in self.late.on_host.get(value, ()):
-                        self.record(task.eqn, (number, by_rows or self.late.is_by_rows(value, region)))
 
     def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
         """The read of a region of a value, which is computed where it is read if it is late."""
@@ -176,7 +164,8 @@ class Walk:
         program, leaves = part_of(self.program, value, made_by)
         if region is LAZY:
             return LateRead(read, program, dict.fromkeys(leaves, (LAZY,)))
-        return LateRead(read, program, _of_late(program, EVERYTHING if in_place else region).given)
+        found = LateRead(read, program, _of_late(program, EVERYTHING if in_place else region).given)
+        return found if self.late is None else found.read_from(self.late.on_host, self.late.is_by_rows)
 
     def has_rows(self, value: Any, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
         """Whether one row of a late value can be computed from rows of the arrays in host memory, or of tables."""
@@ -212,8 +201,8 @@ class Walk:
         """The tasks of a step or a branch that compute these regions of values; ``marks``: whether results decide."""
         deciding = list(compress(program.outputs, marks))
         late = Late(program, on_host, available, decisive(program, deciding)) if on_host else None
-        known = None if self.known is None else Known()
-        return schedule(program, outputs, self.log, late, self.is_late, known, deciding, self.inner)
+        known = None if self.known is None else Known()  # only the outermost program has inputs that are known in part
+        return schedule(program, outputs, late, self.is_late, known, deciding, self.inner)
 
     def decide(self, eqn: Equation) -> list[bool]:
         """Which results of an operation decide."""
@@ -230,8 +219,6 @@ class Walk:
                 wanted = [{EVERYTHING: ALWAYS}] * len(wanted)
             if not any(wanted) and not eqn.has_effects and self.wanted_of_equals.keys().isdisjoint(eqn.outputs):
                 continue
-            if not self.completed.isdisjoint(eqn.outputs):
-                self.record(eqn, "everything")
             if (self._slices(eqn) if self.is_late else self._looks_up(eqn, wanted)) or self._enters(eqn, wanted):
                 continue
             if not self.equals.keys().isdisjoint(eqn.outputs):
@@ -244,9 +231,10 @@ class Walk:
         return found
 
     def compared_in_part(self) -> set[int]:
-        """The comparisons of which rows are computed, with arrays of which another operation needs everything.
+        """The comparisons that are wanted in rows, of arrays that another operation reads as a whole.
 
-        A compiler computes rows of such an array again where it is cut, and rounds them otherwise.
+        XLA computes the rows of such an array a second time, beside the comparison, and rounds them in another way. A
+        maximum then differs from all numbers that it was taken of, and its gradient is zero.
         """
         found = set()
         for eqn in self.program.eqns if self.decisive else ():
@@ -266,10 +254,8 @@ class Walk:
         if not self.has_rows(eqn.inputs[place], is_in_blocks):
             return False
         reads: list[Any] = [Read(value, EVERYTHING) for value in eqn.inputs]
-        reads[place] = self.read(eqn.inputs[place], LAZY)
-        for value, _ in reads[place].wanted:
-            for number, _ in self.late.on_host.get(value, ()):
-                self.record(eqn, (number, True))
+        read: Any = self.read(eqn.inputs[place], LAZY)
+        reads[place] = read.read_from(self.late.on_host, lambda *_: True)
 
         def applied(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
             return [apply(eqn, operands)] if isinstance(operands[place], Unread) else eqn.bind_all(*operands)
@@ -336,6 +322,8 @@ class Walk:
 
     def _chosen(self, eqn: Equation, place: int, wanted: Wanted, in_part: bool) -> Wanted:
         """The regions of a result that are computed, each on its own."""
+        # What is stored, or decides, is computed once: a compiler would not merge two computations of different rows.
+        # What is cheap is repeated for each region: a slice of its result would make the compiler store all of it.
         shape = getattr(eqn.avals_out[place], "shape", ())
         everything = {EVERYTHING: joined_guard([wanted])}
         if eqn.outputs[place] in self.compared and not in_part:
@@ -404,9 +392,9 @@ class Walk:
         """
         regions = found.outputs or asked
         is_named = any(region is not None and region.is_named for region in asked)
-        if any(region not in (None, EVERYTHING) for region in regions):
-            is_whole_piece = eqn.primitive is jax.lax.pad_p and found.regions[0] is EVERYTHING
-            self.record(eqn, "everything" if is_whole_piece else "rows")
+        extent = "rows" if any(region not in (None, EVERYTHING) for region in regions) else ""
+        if extent and eqn.primitive is jax.lax.pad_p and found.regions[0] is EVERYTHING:
+            extent = "everything"
         reads = [None if r is None else Read(v, r) for v, r in zip(eqn.inputs, found.regions, strict=True)]
         copies = max(len(numbers), 1)
         pairs = zip(numbers or eqn.outputs, [*regions] * copies, strict=True)
@@ -417,7 +405,7 @@ class Walk:
             known = computation(eqn, [r and context.bound(r) for r in asked]) if is_named else found
             return [*known.apply(*operands)] * copies  # type: ignore[union-attr]
 
-        self.add(Task(eqn, reads, writes, apply, guard, max(shares, default=1.0)))
+        self.add(Task(eqn, reads, writes, apply, guard, max(shares, default=1.0), extent))
 
     def everything(
         self, eqn: Equation, wanted: Sequence[Wanted], without_rule: bool, numbers: Sequence[int] = ()
@@ -426,8 +414,6 @@ class Walk:
 
         A single result may have several ``numbers``.
         """
-        if without_rule:
-            self.record(eqn, "everything")
         reads = [Read(value, EVERYTHING) for value in eqn.inputs]
         writes = [(number, EVERYTHING) for number in numbers or eqn.outputs]
         guard = ALWAYS if eqn.has_effects else joined_guard(wanted)
@@ -440,7 +426,7 @@ class Walk:
                 return [*map(jax.lax.optimization_barrier, out)]
             return out * max(len(numbers), 1)
 
-        self.add(Task(eqn, reads, writes, apply, guard))
+        self.add(Task(eqn, reads, writes, apply, guard, extent="everything" if without_rule else ""))
 
 
 def _equal_products(program: Program) -> dict[int, int]:
@@ -518,6 +504,12 @@ class LateRead(NamedTuple):
     read: Read
     program: Program
     given: Mapping[int, Iterable[Region]]  # regions of stored values
+    from_host: Sequence[tuple[int, bool]] = ()  # the inputs in host memory, and whether they are read by rows
+
+    def read_from(self, on_host: Mapping[int, Origins], is_by_rows: Callable[[int, Region], bool]) -> "LateRead":
+        """The read, given from which inputs in host memory the values are that it reads."""
+        wanted = [(*origin, *key) for key in self.wanted for origin in on_host.get(key[0], ())]
+        return self._replace(from_host=[(n, rows or is_by_rows(value, region)) for n, rows, value, region in wanted])
 
     @property
     def wanted(self) -> Sequence[tuple[int, Region]]:

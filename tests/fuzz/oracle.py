@@ -17,7 +17,7 @@ from conftest import compile_as
 from programs import BATCH, LOGS, NAMESPACE, mesh, on_mesh
 
 import optax_freeze as fz
-from optax_freeze._precompute.traced_gradient import tracers_in
+from optax_freeze._precompute.closures import tracers_in
 
 LONG = 5
 """The seconds of JAX's own gradient beyond which a program is not asked: that of `igamma` takes as long."""

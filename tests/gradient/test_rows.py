@@ -198,7 +198,7 @@ def same(found, rtol=1e-5, atol=1e-5):
     chex.assert_trees_all_close(of_rows, dense, rtol=rtol, atol=atol)
 
 
-DEARER = ("a constant of a scan, sorted", "custom_vjp", "nearest row", "rows multiplied", "sort")
+DEARER = ("a constant of a scan, sorted", "custom_vjp", "nearest row", "sort")
 """Cases whose rows are dearer to find than to compute."""
 
 
@@ -211,7 +211,6 @@ def check(cases, run=jit, everything=None, **tolerance):
         found = {row.path: row.merged.name for row in rows if row.merged and row.merged.name != "custom_jvp_call"}
         expected = everything or ({"w": "scatter-add"} if name in DEARER else {})
         assert not rows or found == expected, (name, *map(str, rows))
-        assert all(row.by_rows or row.everything for row in rows), name
 
 
 def of_rows(table, rows=slice(0, 5), w=W, axis=0, x=X):
@@ -408,7 +407,7 @@ def test_several_leaves():
     loss = lambda p: jnp.sum(jnp.concatenate([p["frozen"], p["w"]])[TOKENS] * p["v"].sum())  # noqa: E731
     assert (4, 4) not in shapes_of(fz.grad(loss, FROZEN), SEVERAL)  # two trainable rows, and the frozen leaf
     platform = lambda w, v, x, frozen: v * lax.platform_dependent(w, cpu=lambda w: w * 2, default=lambda w: w)  # noqa: E731
-    check({"": (platform, SEVERAL, FROZEN)}, everything={"v": "cond", "w": "cond"})
+    check({"": (platform, SEVERAL, FROZEN)}, everything={"w": "cond"})  # for v, the value needs it
 
 
 def test_what_jax_differentiates_forward_only():

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+import optax_freeze as fz
+from optax_freeze._program import propagation, trace
 from optax_freeze._program.dependence import depends_on
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Rows, Values
 from optax_freeze._program.tasks import ALWAYS
@@ -273,3 +275,20 @@ def test_an_operation_with_a_program_is_not_a_call():
 
     closed = jax.make_jaxpr(keeps_the_first)(jnp.ones(3), 0.0)
     assert depends_on(closed, [True, False]) == depends_on(closed, [False, True]) == [True]
+
+
+def test_each_body_is_listed_once_and_each_question_to_it_is_asked_once(monkeypatch):
+    """Those of six loops, one in the other, of their backward passes, and the whole program."""
+    listed, list_ = [], trace._Flatten
+    monkeypatch.setattr(trace, "_Flatten", lambda *args: listed.append(args) or list_(*args))
+    asked, ask = [], propagation.flatten
+    monkeypatch.setattr(propagation, "flatten", lambda closed: asked.append(closed) or ask(closed))
+
+    def nested(depth, w, x):
+        step = lambda c, _: (nested(depth - 1, w, c), None)  # noqa: E731
+        return lax.scan(step, x, None, length=2)[0] if depth else jnp.tanh(x @ w)
+
+    loss = lambda params: jnp.sum(nested(6, params["w"], jnp.ones((2, 4))))  # noqa: E731
+    jax.make_jaxpr(fz.grad(loss, {"w": fz.rows([0])}))({"w": jnp.ones((4, 4))})
+    assert len(listed) <= 20
+    assert len(asked) <= 20

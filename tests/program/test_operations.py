@@ -28,13 +28,14 @@ def parts_of(size):
     return [rows for rows in known if rows.size], [np.unique([0, size - 1]), np.array([size - 1, size])]
 
 
-def computed(fun, operands, asked, log=None):
+def computed(fun, operands, asked, log=()):
     """These regions of results, each computed on its own; and the regions of the operands for each."""
     leaves = jax.tree.leaves(operands)
     program = flatten(jax.make_jaxpr(fun)(*operands))
     outs, given = [], []
     for place, region in asked:
-        found = schedule(program, [(program.outputs[place], region, ALWAYS)], log)
+        found = schedule(program, [(program.outputs[place], region, ALWAYS)])
+        log += type(log)((task.eqn, task.extent) for task in found.all_tasks if task.extent)
         outs += found.run(Values(dict(enumerate(leaves))))
         given.append([list(found.given.get(i, ())) for i in range(len(leaves))])
     return outs, given, {eqn.primitive.name for eqn in program.eqns}

@@ -146,12 +146,12 @@ def test_values_are_dropped_after_their_last_use():
 
 class TestRegionsOfAValue:
     def tasks(self, fun, *regions):
-        program, log = program_of(fun, W), []
-        found = schedule(program, asked(program, *((region, ALWAYS) for region in regions)), log)
+        program = program_of(fun, W)
+        found = schedule(program, asked(program, *((region, ALWAYS) for region in regions)))
         outs = found.run(Values({0: W}))
         for out, region, expected in zip(outs, regions, fun(W), strict=True):
             np.testing.assert_allclose(out, region.take(expected), rtol=1e-6)
-        return found, names(found.tasks), [extent for _, extent in log]
+        return found, names(found.tasks), [task.extent for task in found.tasks if task.extent]
 
     def test_a_cheap_operation_is_repeated(self):
         found, tasks, log = self.tasks(lambda w: (jnp.sin(w),) * 2, Rows(0, [0, 1]), Rows(0, [4]))
