@@ -124,9 +124,9 @@ class Precomputed:
         """Computes the result of the function from the features.
 
         Frozen leaves that only ``before`` reads may be ``MaskedNode``, and arguments that only ``before`` reads
-        may be shapes (``jax.ShapeDtypeStruct``). A gradient with respect to a frozen leaf is an error, and so is, if
-        features were computed from frozen rows, that of the whole leaf, such as by ``jax.grad``: where this cannot be
-        told, as in ``jax.shard_map``, the gradient of frozen rows is NaN.
+        may be shapes (``jax.ShapeDtypeStruct``). A gradient with respect to a frozen leaf is an error. That of frozen
+        rows from which features were computed, such as by ``jax.grad`` of the whole leaf, is NaN: it would lack the
+        path through the features.
 
         Raises:
           ValueError: if a parameter that is read is missing, or if the features do not belong to this program.
