@@ -30,7 +30,8 @@ Digests: TypeAlias = dict[int, tuple[np.ndarray, np.ndarray]]
 """For each array, by its position, a digest of its frozen elements and one of all others."""
 
 Make: TypeAlias = Callable[[str], Step]
-"""The step with losses that stop the gradients of frozen parameters (``"stop"``), or do not (``"plain"``)."""
+"""The step with losses that stop the gradients of frozen parameters (``"stop"``), do not (``"plain"``), or tell which
+gradients are zero (``"watch"``)."""
 
 
 class ChangedGradients:
@@ -53,6 +54,7 @@ class ChangedGradients:
         self._seen: set[tuple[int, ...]] = set()
         self._computed: set[int] = set()
         self._random: set[int] = set()
+        self._steps = 0
         self._moved: set[int] = set()
         self._reached: set[int] = set()
         self._set: set[int] = set()
@@ -62,6 +64,7 @@ class ChangedGradients:
         """Repeats a step from the state before it with other gradients, and compares the results with those of it."""
         computed = sorted(self._probe.computed & {*self._step.frozen})
         self._computed |= {*computed}
+        self._steps += 1
         if before is self._step.start:
             self._random |= {*self._differing(plain, self._run(before))}
         self._without_gradients(before, plain)
@@ -237,7 +240,8 @@ class ChangedGradients:
         still = [i for i in still if step.plan.leaves[i].path not in step.in_groups]
         kept = [i for i in still if i not in probe.differentiated]
         left = [i for i in still if i in probe.differentiated and (i in probe.nonzero or self._is_read(i))]
-        return (self._still_later(left) if left else []), kept
+        left = self._still_later(left) if left else []
+        return self._not_zero(left) if left else [], kept
 
     def _still_later(self, leaves: Sequence[int]) -> list[int]:
         """The parameters that do not move either with larger counters, which a schedule may read, or, if their state
@@ -254,6 +258,15 @@ class ChangedGradients:
         for _ in range(_LONG if any(map(self._reaches_state, leaves)) else 0):
             state, _ = step.advance(state)
         return still(self.digests(state))
+
+    def _not_zero(self, leaves: Sequence[int]) -> list[int]:
+        """The parameters whose gradient is not zero in these steps, or a symbolic zero."""
+        step, probe = self._make("watch"), self._probe
+        state = step.start
+        for _ in range(self._steps):
+            state, _ = step.advance(state)
+        jax.effects_barrier()
+        return [i for i in leaves if i in probe.not_zero or i not in probe.nonzero]
 
     def _reaches_state(self, i: int) -> bool:
         """Whether an array of the state that may belong to a parameter depends on the gradients."""

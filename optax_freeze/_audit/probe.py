@@ -41,6 +41,7 @@ class Probe:
       other_values: those that are frozen in part, of which a loss gets other values than the parameters have.
       differentiated: the parameters with respect to which a loss is differentiated.
       nonzero: those of them whose gradient is not a symbolic zero.
+      not_zero: those of them with a gradient that is not zero when the step runs, if this is watched.
       eager: those of them whose gradient is computed outside of any jitted function.
       twice: those of them whose gradient is differentiated.
       several: the subtrees of the parameters that an argument may be which is differentiated.
@@ -65,6 +66,7 @@ class Probe:
         self.other_values: set[int] = set()
         self.differentiated: set[int] = set()
         self.nonzero: set[int] = set()
+        self.not_zero: set[int] = set()
         self.eager: set[int] = set()
         self.twice: set[int] = set()
         self.several: set[tuple[str, ...]] = set()
@@ -77,7 +79,8 @@ class Probe:
     def loss(self, number: int, fun: Callable[..., Any], at: str | None = None, way: str = "tamper") -> Any:
         """A loss with the same value; ``at`` is the path of the parameters that it gets, if they are a part.
 
-        Another ``way`` is to ``"stop"`` the gradients of parameters that are frozen as a whole, for comparison.
+        Another ``way`` is to ``"stop"`` the gradients of parameters that are frozen as a whole, for comparison, or to
+        ``"watch"`` which gradients of the others are not zero.
         """
 
         @functools.wraps(fun)
@@ -150,8 +153,10 @@ class Probe:
     def _identity(self, value: Any, i: int | tuple[str, ...], way: str) -> Any:
         if isinstance(i, tuple):
             return _identity(lambda: self.several.add(i), lambda _, ct: ct)(value) if way == "tamper" else value
-        if isinstance(value, Part):
+        if isinstance(value, Part) and way != "watch":
             return jax.tree.map(lambda array: self._tampering(i, None)(array), value) if way == "tamper" else value
+        if way == "watch":
+            return self._watching(i)(value)
         mask = self._mask_for(i, np.shape(value))
         if way == "tamper":
             self.given.add(i)
@@ -208,11 +213,22 @@ class Probe:
 
         return _identity(lambda: self.differentiated.add(i), backward)
 
+    def _watching(self, i: int) -> Callable[[Any], Any]:
+        """The identity that tells whether its gradient is zero everywhere."""
+
+        def backward(_: Any, ct: Any) -> Any:
+            jax.debug.callback(lambda some: self.not_zero.update([i] if some else []), (ct != 0).any())
+            return ct
+
+        identity = _identity(lambda: None, backward)
+        return lambda value: jax.tree.map(identity, value)
+
     def _sampled(self, i: int, mask: Any, x: Any) -> list[Any]:
         """Some frozen elements of a parameter of which others train: a loss may get it in another order."""
         if mask is True or mask is None:
             return []
         places = self._samples[i][-x.ndim :]
+        x = jax.lax.stop_gradient(x)  # a callback has no derivative
         take = lambda x: x[places]  # noqa: E731
         return [with_sharding(explicit_sharding(x, places[0].shape), take, x)]
 

@@ -39,6 +39,12 @@ def loss(params, x, y, stop=lambda x: x):
     return jnp.mean((predict(params, x, stop) - y) ** 2)
 
 
+def zero_in_head(params, x, y):
+    """One token attends to itself, whatever its scores are."""
+    scores = jnp.sum(x * params["head"]["bias"], -1, keepdims=True)
+    return loss({**params, "head": {**params["head"], "bias": 0.0}}, x * jax.nn.softmax(scores), y)
+
+
 def stopped(params, x, y):
     return loss(fz.stop_gradient(params, FROZEN), x, y)
 
@@ -343,6 +349,7 @@ RIGHT = {
     "stop_gradient and plain SGD": lambda: plain(SGD, stopped),
     "Linen, statistics kept": lambda: linen(False),
     "NNX, fnnx.freeze": lambda: modules(True, clip(ADAMW)),
+    "a gradient of zero": lambda: plain(fz.freeze(ADAM, FROZEN), zero_in_head),
     "a warm-up from zero": lambda: plain(fz.freeze(optax.sgd(optax.linear_schedule(0, 0.1, 10)), FROZEN)),
     "micro-batches": lambda: microbatches(clip(FREEZE), lambda loss: fz.grad(loss, FROZEN)),
     "freeze_when": lambda: plain(fz.freeze_when(ADAM, {"encoder": True})),
