@@ -153,10 +153,10 @@ class Probe:
     def _identity(self, value: Any, i: int | tuple[str, ...], way: str) -> Any:
         if isinstance(i, tuple):
             return _identity(lambda: self.several.add(i), lambda _, ct: ct)(value) if way == "tamper" else value
-        if isinstance(value, Part) and way != "watch":
-            return jax.tree.map(lambda array: self._tampering(i, None)(array), value) if way == "tamper" else value
         if way == "watch":
             return self._watching(i)(value)
+        if isinstance(value, Part):
+            return jax.tree.map(lambda array: self._tampering(i, None)(array), value) if way == "tamper" else value
         mask = self._mask_for(i, np.shape(value))
         if way == "tamper":
             self.given.add(i)
