@@ -1,4 +1,4 @@
-"""Find the leaks of an optimizer that is meant to freeze an encoder, and fix them.
+"""Find the leaks of an optimizer that is meant to freeze the encoder of an Equinox model, and fix them.
 
 The optimizer is a common one: a chain that clips, sets the gradients of frozen parameters to zero, and calls AdamW. It
 looks correct and trains well, but it leaks in four ways. ``fz.audit`` finds them by running the chain on made-up
@@ -15,12 +15,12 @@ import optax
 
 import optax_freeze as fz
 
-FROZEN = "encoder"
+FROZEN = "encoder"  # the field of the module
 
 
-def as_found(params: Any) -> optax.GradientTransformation:
+def as_found(model: Any) -> optax.GradientTransformation:
     """An optimizer with four leaks."""
-    frozen = {"encoder": jax.tree.map(lambda _: True, params["encoder"]), "head": False}
+    frozen = jax.tree.map_with_path(lambda path, _: path[0].name == FROZEN, model)
     return optax.chain(
         optax.clip_by_global_norm(1.0),  # 1: the norm includes frozen gradients
         optax.masked(optax.set_to_zero(), frozen),  # too early: AdamW still moves frozen parameters
@@ -33,16 +33,16 @@ def fixed() -> optax.GradientTransformation:
     return fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=1e-2)), FROZEN)
 
 
-def passes(tx: optax.GradientTransformation, params: Any) -> bool:
+def passes(tx: optax.GradientTransformation, model: Any) -> bool:
     """Prints each leak with its likely cause; returns whether there is none."""
-    print(audit := fz.audit(params, FROZEN, tx))
+    print(audit := fz.audit(model, FROZEN, tx))
     return bool(audit)
 
 
 # %%
 import argparse
 
-import jax.numpy as jnp
+import equinox as eqx
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -52,45 +52,46 @@ from sklearn.model_selection import train_test_split
 BATCH = 64
 
 
-def init(key: jax.Array) -> Any:
-    """An encoder of two layers and a head."""
-    shapes = zip(jax.random.split(key, 3), ((64, 128), (128, 64), (64, 10)), strict=True)
-    first, second, head = (
-        {"kernel": jax.random.normal(k, (n, m)) * np.sqrt(2 / n), "bias": jnp.zeros(m)} for k, (n, m) in shapes
-    )
-    return {"encoder": {"layer_0": first, "layer_1": second}, "head": head}
+class Classifier(eqx.Module):
+    """An encoder of two layers and a head: an image of shape (64,) to ten logits."""
+
+    encoder: list[eqx.nn.Linear]
+    head: eqx.nn.Linear
+
+    def __init__(self, key: jax.Array):
+        first, second, head = jax.random.split(key, 3)
+        self.encoder = [eqx.nn.Linear(64, 128, key=first), eqx.nn.Linear(128, 64, key=second)]
+        self.head = eqx.nn.Linear(64, 10, key=head)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        x = image
+        for layer in self.encoder:
+            x = jax.nn.relu(layer(x))
+        return self.head(x)
 
 
-def logits_of(params: Any, images: jax.Array) -> jax.Array:
-    """Images of shape (n, 64) to ten logits."""
-    x = images
-    for layer in params["encoder"].values():
-        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
-    return x @ params["head"]["kernel"] + params["head"]["bias"]
-
-
-def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+def loss(model: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean cross entropy."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, images), labels).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(images), labels).mean()
 
 
-def train(params: Any, tx: optax.GradientTransformation, data: Any, epochs: int) -> tuple[Any, Any]:
+def train(model: Any, tx: optax.GradientTransformation, data: Any, epochs: int) -> tuple[Any, Any]:
     """The loop of the script; the same for both optimizers."""
     images, _, labels, _ = data
 
-    @jax.jit
-    def step(params: Any, state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
-        updates, state = tx.update(jax.grad(loss)(params, images, labels), state, params)
-        return optax.apply_updates(params, updates), state
+    @eqx.filter_jit
+    def step(model: Any, state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, Any]:
+        updates, state = tx.update(eqx.filter_grad(loss)(model, images, labels), state, model)
+        return eqx.apply_updates(model, updates), state
 
-    state = tx.init(params)
+    state = tx.init(model)
     rng = np.random.default_rng(0)
     for _ in range(epochs):
         order = rng.permutation(len(labels))
         for start in range(0, len(order) - BATCH + 1, BATCH):
             chosen = order[start : start + BATCH]
-            params, state = step(params, state, images[chosen], labels[chosen])
-    return params, state
+            model, state = step(model, state, images[chosen], labels[chosen])
+    return model, state
 
 
 def bits(before: Any, after: Any) -> str:
@@ -111,16 +112,16 @@ def main() -> None:
 
     images, labels = load_digits(return_X_y=True)
     data: Any = train_test_split((images / 16.0).astype(np.float32), labels, random_state=0, stratify=labels)
-    params = init(jax.random.key(0))
+    model = Classifier(jax.random.key(0))
 
     columns = []
-    for name, tx in (("as found", as_found(params)), ("fixed", fixed())):
+    for name, tx in (("as found", as_found(model)), ("fixed", fixed())):
         print(f"The optimizer, {name}:")
-        audit = "passes" if passes(tx, params) else "leaks"
-        after, state = train(params, tx, data, args.epochs)
-        accuracy = np.mean(np.asarray(logits_of(after, data[1])).argmax(-1) == data[3])
+        audit = "passes" if passes(tx, model) else "leaks"
+        after, state = train(model, tx, data, args.epochs)
+        accuracy = np.mean(np.asarray(jax.vmap(after)(data[1])).argmax(-1) == data[3])
         state_bytes = f"{sum(leaf.nbytes for leaf in jax.tree.leaves(state)):,} bytes"
-        columns.append((audit, bits(params, after), state_bytes, f"{accuracy:.1%}"))
+        columns.append((audit, bits(model, after), state_bytes, f"{accuracy:.1%}"))
 
     table = Table("", "as found", "fixed", title=f"frozen: {FROZEN!r}")
     for cells in zip(("audit", "bits of the encoder", "optimizer state", "accuracy"), *columns, strict=True):

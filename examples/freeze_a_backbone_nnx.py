@@ -1,29 +1,32 @@
-"""Freeze a convolutional backbone with batch normalization in Flax NNX: only its parameters, or its statistics as well.
+"""Freeze a sharded backbone with batch normalization in Flax NNX: only its parameters, or its statistics as well.
 
 The backbone learns to tell the handwritten digits 0 to 4 apart. Then a new head learns all ten digits on it, in three
 ways: the backbone trains as well; ``fnnx.freeze`` freezes its parameters, but its running statistics still move;
-``fnnx.Frozen`` freezes both.
+``fnnx.Frozen`` freezes both. Kernels, their moments and the batches are divided over the devices.
 
-Run with ``python examples/freeze_a_backbone_nnx.py``; ``--epochs 4`` for a quick look.
+Run with ``python examples/freeze_a_backbone_nnx.py``; ``--epochs 4`` for a quick look. For eight devices on a CPU, set
+``XLA_FLAGS=--xla_force_host_platform_device_count=8 NPROC=32``.
 """
 
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 
+import optax_freeze as fz
 import optax_freeze.nnx as fnnx
 
-WAYS = {
-    "everything trains": lambda backbone: backbone,
-    "fnnx.freeze(backbone, True)": lambda backbone: fnnx.freeze(backbone, True),
-    "fnnx.Frozen(backbone)": fnnx.Frozen,
-}
+WAYS = {"everything trains": lambda x: x, "fnnx.freeze": lambda x: fnnx.freeze(x, True), "fnnx.Frozen": fnnx.Frozen}
 
 
 def optimizer_of(model: nnx.Module) -> nnx.Optimizer:
-    """AdamW of the trainable parameters: frozen ones have another type than ``nnx.Param``."""
-    return nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+    """AdamW of the trainable parameters, its state sharded as they are: frozen ones are not of type ``nnx.Param``."""
+    params, tx = nnx.state(model, nnx.Param), optax.adamw(3e-3)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    state = jax.jit(tx.init, out_shardings=fz.state_shardings(tx, params))(params)
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    return optimizer
 
 
 @nnx.jit
@@ -39,24 +42,28 @@ def step(model: Any, optimizer: nnx.Optimizer, images: Any, labels: Any) -> None
 # %%
 import argparse
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 BATCH = 64
+MESH = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))  # 32 channels divide over it
+KERNEL = nnx.initializers.lecun_normal()
+CHANNELS = nnx.with_partitioning(KERNEL, (None, None, None, "data"), mesh=MESH)
+FEATURES = nnx.with_partitioning(KERNEL, ("data", None), mesh=MESH)
 
 
 class Backbone(nnx.Module):
     """Images of shape (n, 8, 8, 1) to features of shape (n, 64)."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.conv_0 = nnx.Conv(1, 32, (3, 3), rngs=rngs)
+        self.conv_0 = nnx.Conv(1, 32, (3, 3), kernel_init=CHANNELS, rngs=rngs)
         self.norm_0 = nnx.BatchNorm(32, momentum=0.9, rngs=rngs)
-        self.conv_1 = nnx.Conv(32, 64, (3, 3), strides=2, rngs=rngs)
+        self.conv_1 = nnx.Conv(32, 64, (3, 3), strides=2, kernel_init=CHANNELS, rngs=rngs)
         self.norm_1 = nnx.BatchNorm(64, momentum=0.9, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -69,22 +76,21 @@ class Classifier(nnx.Module):
 
     def __init__(self, backbone: nnx.Module, rngs: nnx.Rngs):
         self.backbone = backbone
-        self.head = nnx.Linear(64, 10, rngs=rngs)
+        self.head = nnx.Linear(64, 10, kernel_init=FEATURES, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         return self.head(self.backbone(images))
 
 
-def train(model: Classifier, images: np.ndarray, labels: np.ndarray, epochs: int) -> int:
-    """Trains in place; returns the bytes of the optimizer state."""
+def train(model: Classifier, images: np.ndarray, labels: np.ndarray, epochs: int) -> tuple[int, int]:
+    """Trains in place; returns the bytes of the optimizer state: of all devices, and of the first."""
     model.train()
-    optimizer, rng = optimizer_of(model), np.random.default_rng(0)
+    optimizer, rng, batches = optimizer_of(model), np.random.default_rng(0), NamedSharding(MESH, PartitionSpec("data"))
     for _ in range(epochs):
-        order = rng.permutation(len(labels))
-        for start in range(0, len(order) - BATCH + 1, BATCH):
-            chosen = order[start : start + BATCH]
-            step(model, optimizer, images[chosen], labels[chosen])
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(optimizer, nnx.OptState)))
+        for chosen in rng.permutation(len(labels))[: len(labels) // BATCH * BATCH].reshape(-1, BATCH):
+            step(model, optimizer, *jax.device_put((images[chosen], labels[chosen]), batches))
+    leaves = jax.tree.leaves(nnx.state(optimizer, nnx.OptState))
+    return sum(leaf.nbytes for leaf in leaves), sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
 
 
 def accuracy(model: Classifier, images: np.ndarray, labels: np.ndarray) -> float:
@@ -114,15 +120,15 @@ def main() -> None:
     train(base, images[labels < 5], labels[labels < 5], epochs)
     before = base.backbone
 
-    table = Table("", "accuracy", "optimizer state", "parameter bits moved", "statistic bits moved")
-    table.title = "a new head for all ten digits, on a backbone that knows five"
+    table = Table("", "accuracy", "optimizer state", "of a device", "parameter bits moved", "statistic bits moved")
+    table.title = f"a new head for all ten digits, on a backbone that knows five; devices: {MESH.size}"
     for title, wrap in WAYS.items():
         after = nnx.clone(before)
         model = Classifier(wrap(after), nnx.Rngs(2))
-        size = train(model, images, labels, epochs)
+        sizes = train(model, images, labels, epochs)
         moved = [moved_bits(before, fnnx.thaw(after), kind) for kind in (nnx.Param, nnx.BatchStat)]
         right = accuracy(model, pixels[held_out], digits[held_out])
-        table.add_row(title, f"{right:.1%}", f"{size:,} bytes", *(f"{bits:,}" for bits in moved))
+        table.add_row(title, f"{right:.1%}", *(f"{size:,} bytes" for size in sizes), *(f"{bits:,}" for bits in moved))
     Console().print(table)
 
 
