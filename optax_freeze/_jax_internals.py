@@ -280,7 +280,7 @@ def without_vma(eqn: Any) -> Any:
 
 def closed(program: Any) -> ClosedJaxpr:
     """A jaxpr with its constants; before JAX 0.12 a ``Jaxpr`` has none, since then it is a ``ClosedJaxpr``."""
-    return ClosedJaxpr(getattr(program, "jaxpr", program), getattr(program, "consts", ()))
+    return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
 
 
 def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Training steps that leak in one way each are named with its cause; steps that freeze as they should pass."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -358,7 +359,7 @@ RIGHT = {
 
 
 OF_A_GROUP = (
-    "gradients of 2 frozen leaves are computed (207 of 940 FLOPs), but no parameter and no state depends on them:"
+    "gradients of 2 frozen leaves are computed, but no parameter and no state depends on them:"
     " results beside the state, a callback or what did not run may read them"
 )
 
@@ -385,7 +386,7 @@ def test_a_leaking_step_is_named_with_its_cause(made, expected):
 def test_a_right_step_passes(made):
     report = audit(made)
     report.raise_for_leaks()
-    assert not report.note.replace(OF_A_GROUP, "")
+    assert not re.sub(r" \(\d+ of \d+ FLOPs\)", "", report.note).replace(OF_A_GROUP, "")
 
 
 def test_the_flops_of_frozen_gradients_are_those_that_a_restricted_gradient_saves():
