@@ -268,16 +268,6 @@ def key_of(eqn: Any) -> tuple[Any, ...] | None:
     return key
 
 
-def without_vma(eqn: Any) -> Any:
-    """An equation of a ``shard_map`` that checks what varies over its mesh, as it is in one that does not."""
-    if eqn.primitive.name == "pvary":
-        return eqn._replace(primitive=jax.lax.optimization_barrier_p, params={})
-    if eqn.primitive.name == "psum_invariant":
-        params = {"axes": eqn.params["axes"], "axis_index_groups": eqn.params.get("axis_index_groups")}
-        return eqn._replace(primitive=jax.lax.psum_p, params=params)
-    return eqn
-
-
 def closed(program: Any) -> ClosedJaxpr:
     """A jaxpr with its constants; before JAX 0.12 a ``Jaxpr`` has none, since then it is a ``ClosedJaxpr``."""
     return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
@@ -295,13 +285,6 @@ def without_unused(program: ClosedJaxpr, wanted: Sequence[bool]) -> tuple[Closed
     """A program with the wanted results alone, and which of its operands these need."""
     jaxpr, used = dce_jaxpr(program.jaxpr, [*wanted])
     return ClosedJaxpr(jaxpr, program.consts), used
-
-
-def with_results(program: ClosedJaxpr, results: Sequence[Any]) -> ClosedJaxpr:
-    """A program that returns more of its values."""
-    jaxpr = program.jaxpr
-    debug_info = jaxpr.debug_info._replace(result_paths=None)
-    return ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *results], debug_info=debug_info), program.consts)
 
 
 class Source(NamedTuple):

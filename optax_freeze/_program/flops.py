@@ -13,7 +13,6 @@ import numpy as np
 from optax_freeze._jax_internals import Branches, Literal, Loop, Mapped, While, inside, programs_in
 from optax_freeze._program.operations import Cost, rule_of
 from optax_freeze._program.tasks import Task
-from optax_freeze._program.trace import Equation
 
 _Range: TypeAlias = tuple[float, float]
 
@@ -44,11 +43,6 @@ def flops(eqns: Iterable[Any]) -> int:
         if eqn.primitive.name in _RANGES:
             ranges[eqn.outvars[0]] = _RANGES[eqn.primitive.name](*map(range_of, eqn.invars))
     return total
-
-
-def flops_of_program(eqns: Iterable[Equation]) -> int:
-    """Counts the operations of a list of them without calls."""
-    return sum(_of_operation(eqn, eqn.avals_in, eqn.avals_out) for eqn in eqns)
 
 
 def flops_of_tasks(tasks: Iterable[Task]) -> int:
