@@ -5,6 +5,7 @@ reacts, of one after the other, or of at most 16 groups. Zeros in place of all g
 parameters.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ import numpy as np
 from optax_freeze._audit.measurements import digests_of
 from optax_freeze._audit.probe import ZERO, Probe
 from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
-from optax_freeze._audit.step import State, Step, like
+from optax_freeze._audit.step import State, Step, like, other_values
 from optax_freeze._errors import counted, in_one_line, is_array
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import TRAINABLE
@@ -58,6 +59,7 @@ class ChangedGradients:
         self._moved: set[int] = set()
         self._reached: set[int] = set()
         self._set: set[int] = set()
+        self._by_values: set[int] = set()
         self._of_zeros: set[int] = set()
 
     def react(self, before: State, plain: Digests) -> None:
@@ -115,11 +117,14 @@ class ChangedGradients:
         if self._probe.nonzero:
             plain = self._run(before, ZERO, self._step.params)
             self._reached |= {*self._differing(results, plain)}
+        if before is self._step.start:
+            values = other_values(self._step)
+            given = [values.get(k, leaf) for k, leaf in enumerate(before)]
+            with contextlib.suppress(Exception):  # the run with other values says so
+                self._by_values = {*self._differing(plain, self._run(given, ZERO, self._step.params))}
         while self._batches:
-            try:
+            with contextlib.suppress(Exception):  # the run with another batch says so
                 self._set |= {*self._differing(plain, self._run(before, ZERO, self._step.params, self._batches.pop()))}
-            except Exception:  # the run with another batch says so
-                continue
 
     def _with_others(self, before: State, results: Digests, computed: Sequence[int]) -> None:
         """Asks all gradients at once, and one after the other if something reacts that has not reacted before."""
@@ -326,12 +331,13 @@ class ChangedGradients:
         if self._random:
             names = _paths(step.paths[k] if k < len(step.start) else "a result" for k in sorted(self._random))
             yield f"two equal runs differ ({names}): what this depends on is not known"
-        by_batch = [i for k, i in self._param_at.items() if k in self._set and not step.is_frozen(i)]
-        if by_batch:
-            yield (
-                f"trainable leaves depend on the batch without the gradient of a given loss ({paths(by_batch)}): if"
-                " there is another loss, what reads its gradients is not known"
-            )
+        for what, found in (("the batch", self._set), ("frozen values", self._by_values)):
+            leaves = [i for k, i in self._param_at.items() if k in found and not step.is_frozen(i)]
+            if leaves:
+                yield (
+                    f"trainable leaves depend on {what} without the gradient of a given loss ({paths(leaves)}): if"
+                    " there is another loss, what reads its gradients is not known"
+                )
         if self._of_zeros:
             names = _paths(step.paths[k] for k in sorted(self._of_zeros))
             yield f"the gradients of frozen parameters are zero in these steps; others would reach {names}"

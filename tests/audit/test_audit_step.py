@@ -480,6 +480,19 @@ def forward_mode(loss):
     return lambda *args: (loss(*args), jax.jacfwd(loss)(*args))
 
 
+def with_decay(loss):
+    """Beside the gradient of the loss, that of another one, clipped by the norm over all leaves."""
+
+    def grad(params, x, y):
+        value, grads = jax.value_and_grad(fz.freeze_loss(loss, FROZEN))(params, x, y)
+        size = lambda params: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))  # noqa: E731
+        decay, _ = optax.clip_by_global_norm(1.0).update(jax.grad(size)(params), optax.EmptyState())
+        return value, jax.tree.map(jnp.add, grads, decay)
+
+    return grad
+
+
+OF_VALUES = "trainable leaves depend on frozen values without the gradient of a given loss (head/kernel)"
 NOT_KNOWN = "which gradients of frozen parameters are computed, and what reads them, is not known"
 LOGGED = "but no parameter and no state depends on them: results"
 
@@ -501,6 +514,7 @@ LOGGED = "but no parameter and no state depends on them: results"
             f"the loss is not called by the step that `make_step` returns: {NOT_KNOWN}",
             set(),
         ),
+        (lambda: plain(FREEZE, grad=with_decay), OF_VALUES, set()),
         (lambda: plain(FREEZE, grad=forward_mode), "as in forward mode (TypeError", set()),
     ],
     ids=[
@@ -510,6 +524,7 @@ LOGGED = "but no parameter and no state depends on them: results"
         "several steps",
         "by hand",
         "another",
+        "decay",
         "forward mode",
     ],
 )
