@@ -32,7 +32,7 @@ from optax_freeze._program.tasks import (
     regions_apart,
 )
 from optax_freeze._program.trace import Equation, flatten
-from optax_freeze._spec.sharding import zeros
+from optax_freeze._spec.sharding import in_mesh_of, in_this_mesh, zeros
 
 if TYPE_CHECKING:
     from optax_freeze._program.walk import Walk
@@ -438,7 +438,9 @@ class _Step:
         """The row of a step; of an array in host memory read once, unless the step reads only rows of it."""
         if isinstance(stack, tuple):
             array, begins = stack
-            return jax.lax.dynamic_index_in_dim(array, i - begins, 0, keepdims=False)
+            place = i - begins
+            with in_mesh_of(array):
+                return jax.lax.dynamic_index_in_dim(array, in_this_mesh(place), 0, keepdims=False)
         row, given = stack.row(i), self.part.body.given[place]
         return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
 

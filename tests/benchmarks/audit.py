@@ -90,6 +90,10 @@ def memory() -> None:
     measure.show(table)
 
 
-if __name__ == "__main__":
+def main() -> None:
     times()
     memory()
+
+
+if __name__ == "__main__":
+    main()

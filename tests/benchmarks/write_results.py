@@ -34,6 +34,7 @@ SCRIPTS = {
     "groups": "groups.py",
     "many_heads": "many_heads.py",
     "turns": "turns.py",
+    "audit": "audit.py",
     "batch_rows": "batch_rows.py",
     "flax_modules": "flax_modules.py",
     "overhead": "overhead.py",

@@ -83,6 +83,17 @@ def custom_derivative_of_each_row(p, x):
     return total(jax.vmap(of_row)(lax.stop_gradient(p["b"])))
 
 
+def stack_inside_of_automatic_axes(p, x):
+    """A loop reads the rows of a stack, one after the other, of which each is computed inside of automatic axes."""
+
+    def of_row(row):
+        step = lambda i, c: 0.6 * c + 0.1 * lax.erf(c) * jnp.mean(row[i % 57])  # noqa: E731
+        looped = lax.fori_loop(0, 5, step, row)
+        return jax.sharding.auto_axes(jnp.sqrt, axes=("d", "m"), out_sharding=P(None))(0.5 + jnp.abs(looped))
+
+    return total(lax.map(of_row, lax.dynamic_slice_in_dim(p["c"], jnp.array([0], jnp.uint32)[0], 57, 1)))
+
+
 def largest_of_some_rows(p, x):
     return total(lax.top_k(p["a"] * p["a"] + 0.3 * p["a"], 1)[0])
 
@@ -199,6 +210,16 @@ CASES = {
     ),
     "the largest of sharded rows": Case(
         largest_of_sharded_rows, {"a": ((64, 64), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((31, 59),), how="quick"
+    ),
+    "rows of a stack inside of automatic axes": Case(
+        stack_inside_of_automatic_axes,
+        {"c": ((64, 64), "float32")},
+        lambda n: {"c": ~fz.rows(n, 0)},
+        ((4, 10, 53),),
+        way="train_step",
+        how="quick",
+        mesh="explicit",
+        places={**ON_MESH, "c": P(None, None)},
     ),
     "the largest of rows that an explicit axis divides": Case(
         largest_of_some_rows,

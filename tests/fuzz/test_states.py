@@ -154,7 +154,7 @@ def mask_of(choice, cut):
     if cut.kind != "rows":
         return fz.elements(~cut.trains, compact=cut.kind == "compact")
     if choice[3] == "dynamic":
-        return ~fz.rows(jnp.array(cut.numbers()[::-1]), cut.axis)
+        return ~fz.rows(jnp.array(cut.numbers()[::-1], jnp.int32), cut.axis)
     others = [i for i in range(cut.trains.shape[cut.axis]) if i not in cut.numbers()]
     return fz.rows(others, cut.axis) if choice[3] == "static" else ~fz.rows(cut.numbers(), cut.axis - cut.trains.ndim)
 
@@ -224,7 +224,7 @@ class Arranged:
                 [path] = selected
                 if path in taken:
                     continue
-                rows = jnp.array(mask.numbers()[::-1]) if choice[3:] == ("dynamic",) else mask.numbers()
+                rows = jnp.array(mask.numbers()[::-1], jnp.int32) if choice[3:] == ("dynamic",) else mask.numbers()
                 its = (
                     fz.rows(rows, mask.axis)
                     if mask.kind == "rows"
@@ -560,7 +560,7 @@ class Training(RuleBasedStateMachine):
             for other in cuts:
                 if other != name and path in cuts[other]:
                     cuts[other][path] = cuts[other][path]._replace(trains=~rolled)
-            rows = jnp.array(cuts[name][path].numbers())
+            rows = jnp.array(cuts[name][path].numbers(), jnp.int32)
             masks[path] = (~rolled if old.kind != "rows" else rows, old.kind, old.axis)
 
         def mask(array, kind, axis):
