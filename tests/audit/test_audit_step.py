@@ -544,6 +544,14 @@ def gradients_leave(loss):
     return step
 
 
+def eagerly(loss):
+    def step(state, x, y):
+        updates, opt_state = FREEZE.update(jax.grad(loss)(state["params"], x, y), state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    return step
+
+
 def actor_and_critic(loss_of_actor, loss_of_critic):
     @jax.jit
     def step(state, x, y):
@@ -584,7 +592,8 @@ def a_late_branch(loss):
         grads = fz.grad(loss, FROZEN)(state["params"], x, y)
         params = fz.apply_updates(state["params"], jax.tree.map(lambda g: -0.1 * g, grads))
         shrunk = lambda params: jax.tree.map(lambda leaf: 0.9 * leaf, params)  # noqa: E731
-        return {"params": jax.lax.cond(jnp.max(x) > 50, shrunk, lambda params: params, params)}
+        params = jax.lax.cond(jnp.max(x) > 50, shrunk, lambda params: params, params)
+        return {"params": jax.lax.optimization_barrier(params)}
 
     return step
 
@@ -630,6 +639,7 @@ BRANCH = "no run took a branch that can write encoder/bias, encoder/kernel: whet
     ("make_step", "params", "tx", "loss", "frozen", "expected", "note"),
     [
         (gradients_leave, PARAMS, FREEZE, loss, FROZEN, {"gradient encoder/bias", "gradient encoder/kernel"}, ""),
+        (eagerly, PARAMS, FREEZE, loss, FROZEN, set(), LOGGED),
         (a_late_branch, PARAMS, None, loss, FROZEN, set(), BRANCH),
         (
             actor_and_critic,
@@ -705,7 +715,17 @@ BRANCH = "no run took a branch that can write encoder/bias, encoder/kernel: whet
         ),
     ],
     ids=[
-        *("leave", "a branch", "by path", "of several parts", "other values", "head alone", "random", "on a device"),
+        *(
+            "leave",
+            "eagerly",
+            "a branch",
+            "by path",
+            "of several parts",
+            "other values",
+            "head alone",
+            "random",
+            "on a device",
+        ),
         *("integers and keys", "many leaves"),
     ],
 )
