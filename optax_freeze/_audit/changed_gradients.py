@@ -68,7 +68,7 @@ class ChangedGradients:
         self._computed |= {*computed}
         self._steps += 1
         if before is self._step.start:
-            self._random |= {*self._differing(plain, self._run(before))}
+            self._random |= {*self._differing(plain, self._plain)}
         self._without_gradients(before, plain)
         if computed:
             self._with_others(before, plain, computed)
@@ -106,6 +106,15 @@ class ChangedGradients:
         finally:
             probe.change = None
 
+    @functools.cached_property
+    def _plain(self) -> Digests:
+        """The digests after one step from the start, as it is."""
+        return self._run(self._step.start)
+
+    def _with(self, changes: Mapping[int, Any]) -> State:
+        """The state at the start with other arrays at some positions."""
+        return [changes.get(k, leaf) for k, leaf in enumerate(self._step.start)]
+
     def _differing(self, a: Digests, b: Digests) -> dict[int, tuple[bool, bool]]:
         """The positions at which two states differ: whether frozen elements do, and whether others do."""
         pairs = ((k, [bool((x != y).any()) for x, y in zip(a[k], b[k], strict=True)]) for k in a.keys() - self._random)
@@ -118,8 +127,7 @@ class ChangedGradients:
             plain = self._run(before, ZERO, self._step.params)
             self._reached |= {*self._differing(results, plain)}
         if before is self._step.start:
-            values = other_values(self._step)
-            given = [values.get(k, leaf) for k, leaf in enumerate(before)]
+            given = self._with(other_values(self._step))
             with contextlib.suppress(Exception):  # the run with other values says so
                 self._by_values = {*self._differing(plain, self._run(given, ZERO, self._step.params))}
         while self._batches:
@@ -145,7 +153,7 @@ class ChangedGradients:
         if self._seen or not self._computed:
             return
         step, probe = self._step, self._probe
-        results = self._run(step.start)
+        results = self._plain
         probe.zeros = True
         try:
             for c in _ZEROS_ONLY:
@@ -258,7 +266,7 @@ class ChangedGradients:
             return [i for i in leaves if not moved.get(step.params[i], (False, False))[1]]
 
         for _, counters in step.later(self.counters):
-            leaves = still(self._run([counters.get(k, leaf) for k, leaf in enumerate(step.start)]))
+            leaves = still(self._run(self._with(counters)))
         state = step.start
         for _ in range(_LONG if any(map(self._reaches_state, leaves)) else 0):
             state, _ = step.advance(state)
@@ -285,14 +293,13 @@ class ChangedGradients:
         step, k = self._step, self._step.params[i]
         given = to_device(step.start[k])
         other = like(step.start[k], (jnp.asarray(given) * 1.25 + 0.1).astype(given.dtype))
-        found = self._differing(self._run(step.start), self._run([*step.start[:k], other, *step.start[k + 1 :]]))
-        return bool({*found} - {k})
+        return bool({*self._differing(self._plain, self._run(self._with({k: other})))} - {k})
 
     def reads(self, k: int) -> bool:
         """Whether trainable parameters, or results beside the state, depend on an array of the state."""
         step = self._step
         shifted = like(step.start[k], 1 + 1.5 * jnp.abs(jnp.asarray(to_device(step.start[k]))))
-        found = self._differing(self._run(step.start), self._run([*step.start[:k], shifted, *step.start[k + 1 :]]))
+        found = self._differing(self._plain, self._run(self._with({k: shifted})))
         return any(at in self._param_at and hit[1] for at, hit in found.items())
 
     def notes(self) -> Iterator[str]:

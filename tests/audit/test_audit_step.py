@@ -632,6 +632,14 @@ NETWORKS = fz.freeze(optax.sgd(0.1), "*/encoder")
 OF_SQUARE = fz.rules({"kernel": fz.rows([0, 1])})
 SQUARE = fz.freeze(clip(optax.sgd(0.1)), OF_SQUARE)
 MANY = {"head": numbers(3), **{f"layer_{n:02}": numbers(3) + n for n in range(20)}}
+HEAD_ALONE = (
+    head_alone,
+    {"encoder": {"kernel": numbers(3)}, "head": {"weight": numbers(3)}},
+    None,
+    lambda head, x: jnp.sum((head["weight"] * x) ** 2),
+    "encoder",
+    set(),
+)
 BRANCH = "no run took a branch that can write encoder/bias, encoder/kernel: whether it does is not known"
 
 
@@ -669,21 +677,11 @@ BRANCH = "no run took a branch that can write encoder/bias, encoder/kernel: whet
             "a loss gets other values of kernel than the parameters have",
         ),
         (
-            head_alone,
-            {"encoder": {"kernel": numbers(3)}, "head": {"weight": numbers(3)}},
-            None,
-            lambda head, x: jnp.sum((head["weight"] * x) ** 2),
-            "encoder",
-            set(),
+            *HEAD_ALONE,
             "1 frozen leaf is given to no loss (encoder/kernel): whether a gradient of them is computed is not known",
         ),
         (
-            head_alone,
-            {"encoder": {"kernel": numbers(3)}, "head": {"weight": numbers(3)}},
-            None,
-            lambda head, x: jnp.sum((head["weight"] * x) ** 2),
-            "encoder",
-            set(),
+            *HEAD_ALONE,
             "two equal runs differ (seen): what this depends on is not known",
         ),
         (
