@@ -91,13 +91,15 @@ def value_and_grad_of_plan(
     dense = DenseGradient(fun, plan, params, has_aux, holomorphic)
     parts = [plan.selections[i] for i in dense.trains]
     if (dense.on_host or any(isinstance(selection, RowSelection) for selection in parts)) and dense.trace():
+        from optax_freeze._program.from_host import evaluate
         from optax_freeze._program.tasks import ALWAYS, Context
 
         names = names_of(parts)
         each = enumerate(zip(parts, dense.leaves, names, strict=True))
         program = dense.program([(place, region_of_leaf(*leaf), ALWAYS) for place, leaf in each])
-        outs, found = program.both(Values(dense.inputs), Context(numbers=numbers_of(names, parts)))
-        value, grads = dense.traced.result([*outs, *found])
+        context = Context(numbers=numbers_of(names, parts))
+        outs = evaluate(lambda values: program.schedule.run(values, context), Values(dense.inputs))
+        value, grads = dense.traced.result(outs)
         grads = map(as_part, parts, dense.leaves, grads)
     else:
         value, grads = dense.value_and_grad(*jax.tree.map(to_device, (dense.leaves, dense.others)))

@@ -15,12 +15,13 @@ from optax_freeze._errors import is_array
 from optax_freeze._gradient.dense_gradient import refuse_other_aux, region_of_leaf
 from optax_freeze._gradient.explanation import GradientExplanation, LeafExplanation, Operation
 from optax_freeze._gradient.grad import refuse_no_function
-from optax_freeze._program.regions import EVERYTHING
+from optax_freeze._program.regions import EVERYTHING, Values, numbers_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, RowSelection
+from optax_freeze._spec.sharding import eval_types
 from optax_freeze._spec.tree import PyTree
 
 if TYPE_CHECKING:
@@ -88,14 +89,15 @@ def explain(
     from optax_freeze._program.tasks import ALWAYS
     from optax_freeze._program.walk import schedule
 
-    program, trains, inputs = traced
-    frozen = [n for n, i in enumerate(inputs) if on_host and (i in on_host or plan.selections[i] is FROZEN)]
+    program, trains, inputs, _ = traced
     regions = [region_of_leaf(plan.selections[i], values[i], i) for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
     wanted = zip(program.outputs, regions, [ALWAYS] * len(regions), strict=True)
-    tasks = schedule(program._replace(on_host=frozen), [*wanted])
+    tasks = schedule(program, [*wanted])
     of_gradient = [_of_gradient(tasks, traced, paths[i], i, selection) for i, selection in in_rows.items()]
-    of_reads = [_of_reads(tasks, paths[inputs[n]], n, inputs[n] in on_host) for n in frozen]
+    frozen = [n for n, i in enumerate(inputs) if on_host and (i in on_host or plan.selections[i] is FROZEN)]
+    reads = _reads(tasks, traced, plan, frozen) if frozen else []
+    of_reads = [_of_reads(reads, paths[inputs[n]], n, inputs[n] in on_host) for n in frozen]
     return GradientExplanation(tuple(of_gradient), tuple(filter(None, of_reads)))
 
 
@@ -105,11 +107,13 @@ class _Traced(NamedTuple):
     Attributes:
       trains: the numbers of these leaves.
       inputs: for each of the first inputs the number of its leaf.
+      types: of all inputs.
     """
 
     program: "Program"
     trains: list[int]
     inputs: list[int]
+    types: list[Any]
 
 
 def _traced(
@@ -117,7 +121,7 @@ def _traced(
 ) -> _Traced | None:
     """The gradient of all outputs of a function, traced with shapes; None if Python needs a value."""
     from optax_freeze._jax_internals import needs_value
-    from optax_freeze._program.traced_function import Traced, as_traced
+    from optax_freeze._program.traced_function import Traced, as_argument, as_traced
 
     values = _tree.flatten(params)[0]
     trains = [i for i, leaf in enumerate(plan.leaves) if plan.selections[i] is not FROZEN and leaf.inexact]
@@ -146,13 +150,14 @@ def _traced(
         found, vjp, aux = jax.vjp(outs, [values[i] for i in trains], has_aux=True)
         return as_traced(vjp([jnp.ones_like(x) for x in found])[0]), found, aux
 
+    arrays = [*map(as_argument, compress(everything, abstract))]
     try:
-        program = Traced(gradient, list(compress(everything, abstract))).program
+        program = Traced(gradient, arrays).program
     except Exception as error:
         if not needs_value(error):
             raise
         return None
-    return _Traced(program, trains, list(compress(of_leaf, abstract)))
+    return _Traced(program, trains, list(compress(of_leaf, abstract)), arrays)
 
 
 def _of_gradient(tasks: "Schedule", traced: _Traced, path: str, i: int, selection: RowSelection) -> LeafExplanation:
@@ -165,15 +170,28 @@ def _of_gradient(tasks: "Schedule", traced: _Traced, path: str, i: int, selectio
     return LeafExplanation(path, rows, everything, selection.size, selection.count, whole=whole)
 
 
-def _of_reads(tasks: "Schedule", path: str, n: int, on_host: bool) -> LeafExplanation | None:
+def _reads(tasks: "Schedule", traced: _Traced, plan: Plan, frozen: Sequence[int]) -> list[tuple[int, "Equation", bool]]:
+    """The reads of some inputs as if they were in host memory: the input, the operation, and whether rows are read."""
+    from optax_freeze._program.from_host import evaluate
+    from optax_freeze._program.host_array import HostArray
+    from optax_freeze._program.tasks import Context
+
+    reads: list[Any] = []
+    context = Context(numbers=numbers_of(traced.trains, [plan.selections[i] for i in traced.trains]))
+
+    def run(*arrays: Any) -> list[Any]:
+        values = {n: HostArray(x, name=n) if n in frozen else x for n, x in enumerate(arrays)}
+        return evaluate(lambda values: tasks.run(values, context), Values(values), reads)
+
+    eval_types(run, *traced.types)
+    return reads
+
+
+def _of_reads(
+    reads: Sequence[tuple[int, "Equation", bool]], path: str, n: int, on_host: bool
+) -> LeafExplanation | None:
     """How a leaf in host memory is read; None of one on the device unless it is only looked up."""
-    found = [
-        (task.eqn, by_rows and on_host)
-        for task in tasks.all_tasks
-        for read in filter(None, task.reads)
-        for number, by_rows in read.from_host
-        if number == n
-    ]
+    found = [(eqn, by_rows and on_host) for number, eqn, by_rows in reads if number == n]
     rows, whole = (_operations(eqn for eqn, each in found if each == by_rows) for by_rows in (True, False))
     is_told = on_host or {operation.name for operation in whole} == {"gather"}
     return LeafExplanation(path, rows, whole, on_host=on_host) if is_told else None

@@ -30,29 +30,26 @@ class GradientProgram:
         """The values that are gradients, and the regions of them that are computed."""
         return self.schedule.outputs[self.outs :]
 
-    def both(self, values: Values, context: Context = PLAIN) -> tuple[list[Any], list[Any]]:
-        """The outputs and the gradients, given the inputs."""
-        found = self.schedule.run(values, context)
-        return found[: self.outs], found[self.outs :]
+    @property
+    def stored(self) -> Sequence[tuple[int, Region]]:
+        """What the forward pass computes and the backward pass reads beside the inputs."""
+        return self._divided[2]
 
-    def forward(self, values: Values, context: Context = PLAIN) -> tuple[list[Any], list[Any]]:
-        """The outputs, given the inputs except cotangents, and what the backward pass reads beside these."""
-        tasks, _, stored = self._divided
-        self.schedule.fill(values)
-        for task in tasks:
-            task.run(context, values)
+    def forward(self, values: Values, context: Context = PLAIN) -> list[Any]:
+        """The outputs, given the inputs except cotangents, and what is ``stored``."""
+        self._run(self._divided[0], values, context)
         outs = read_all(self.schedule.outputs[: self.outs], values, context, self.schedule.program)
-        return outs, [values.read(number, context.bound(region)) for number, region in stored]
+        return [*outs, *(values.read(number, context.bound(region)) for number, region in self.stored)]
 
-    def backward(self, values: Values, residuals: Sequence[Any], context: Context = PLAIN) -> list[Any]:
-        """The gradients, given all inputs and what :meth:`forward` stored."""
-        _, tasks, stored = self._divided
+    def backward(self, values: Values, context: Context = PLAIN) -> list[Any]:
+        """The gradients, given all inputs and what is ``stored``."""
+        self._run(self._divided[1], values, context)
+        return read_all(self.gradients, values, context, self.schedule.program)
+
+    def _run(self, tasks: Sequence[Task], values: Values, context: Context) -> None:
         self.schedule.fill(values)
-        for (number, region), array in zip(stored, residuals, strict=True):
-            values.write(number, context.bound(region), array)
         for task in tasks:
             task.run(context, values)
-        return read_all(self.gradients, values, context, self.schedule.program)
 
     @functools.cached_property
     def _divided(self) -> tuple[list[Task], list[Task], list[tuple[int, Region]]]:

@@ -18,6 +18,7 @@ from optax_freeze._gradient.dense_gradient import DenseGradient, as_part, region
 from optax_freeze._program.regions import Values, names_of, numbers_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import GroupSpec, zeroed
+from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Selection
 from optax_freeze._spec.tree import MASKED_NODE, Leaf, Part, PyTree
@@ -35,6 +36,8 @@ class GradientOfGroups:
     """
 
     def __init__(self, dense: DenseGradient, spec: GroupSpec) -> None:
+        from optax_freeze._program.from_host import evaluate_in_part
+        from optax_freeze._program.host_array import HostArray
         from optax_freeze._program.tasks import ALWAYS, Context, new_guards, read_all  # loads jax.extend: slow
 
         self._dense, self._spec = dense, spec
@@ -47,7 +50,7 @@ class GradientOfGroups:
             for name, ((n, i), its) in zip(names, owned.items(), strict=True)
         ]
         program = dense.program(wanted)
-        self._schedule, self._values, left = program.schedule, Values(dense.inputs), iter(program.gradients)
+        self._schedule, left = program.schedule, iter(program.gradients)
         self._grads = [[*itertools.islice(left, len(own))] for own in spec.owned]
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
         conditions = dict(zip(self._owners, self._trains, strict=False))
@@ -55,19 +58,40 @@ class GradientOfGroups:
         numbers = [{place_of[i] for i in own} for own in spec.owned]
         self._postponed = self._schedule.postponable(dict(zip(self._owners[:-1], numbers, strict=False)))
         postponed = {i for each in self._postponed.values() for i in each}
-        after = self._schedule.run_except(postponed, self._values, self._context)
+        after: dict[int, Any] = {}
+        keys: list[tuple[int, Any]] = []
+
+        def run(values: Values) -> list[Any]:
+            after.update(self._schedule.run_except(postponed, values, self._context))
+            outs = read_all(self._schedule.outputs[: program.outs], values, self._context, self._schedule.program)
+            keys.extend((number, region) for number, region, _ in values.items())
+            return [*outs, *after.values(), *(x for *_, x in values.items())]
+
+        inputs = {n: HostArray(x) if is_on_host(x) else x for n, x in dense.inputs.items()}
+        found = evaluate_in_part(run, Values(inputs), program.outs)
+        outs, found = found[: program.outs], found[program.outs :]
+        after = dict(zip(after, found, strict=False))
+        self._values = Values()
+        for key, x in zip(keys, found[len(after) :], strict=True):
+            self._values.write(*key, x)
         self.frozen = [
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
             for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
         ]
-        outs = read_all(self._schedule.outputs[: program.outs], self._values, self._context, self._schedule.program)
         self.value = dense.traced.result([*outs, *[None] * len(dense.leaves)])[0]
 
     def of_group(self, n: int) -> dict[int, Any]:
         """The gradient of what a group owns of its leaves, computed here; the rest has the number after the last."""
+        from optax_freeze._program.from_host import evaluate
+
         guard, found = self._owners[n], {}
         postponed = self._postponed.get(guard, ())
-        grads = self._schedule.run_postponed(postponed, self._grads[n], guard, self._values, self._context)
+        given = postponed, self._grads[n], guard
+
+        def run(values: Values) -> list[Any]:
+            return self._schedule.run_postponed(*given, values, self._context)
+
+        grads = evaluate(run, self._values)
         for (i, selection), grad in zip(self._spec.owned[n].items(), grads, strict=True):
             leaf = self._dense.values[i]
             grad = jax.tree.unflatten(jax.tree.structure(leaf), [grad])

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_freeze._program.regions import Values
-from optax_freeze._program.trace import flatten
-from optax_freeze._program.traced_function import as_argument
-from optax_freeze._program.walk import LateValue
+from optax_freeze._program.deferred import Deferred, Passed, Reader, Row, part_of, type_of
+from optax_freeze._program.from_host import Evaluation
+from optax_freeze._program.regions import EVERYTHING
+from optax_freeze._program.trace import Program, flatten
 from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import RowSelection
-from optax_freeze._spec.sharding import explicit_sharding
+from optax_freeze._spec.sharding import explicit_sharding, in_mesh_of
 from optax_freeze._spec.tree import Part
 
 
@@ -44,14 +44,34 @@ class LeafInRows(NamedTuple):
         spec = sharding.spec[self.selection.axis :] if sharding else ()
         return len(spec) > 0 and spec[0] is not None
 
-    def unread(self, array: Any, rows: Any, numbers: Sequence[Any]) -> LateValue:
-        """The leaf, of which only the rows are put together that are read."""
 
-        def put(array: Any, rows: Any, *numbers: Any) -> jax.Array:
-            return set_rows(self.selection.axis, self.selection.indices(*numbers), array.astype(rows.dtype), rows)
+class DeferredLeaf(Row):
+    """A leaf of which only the rows are put together that are read; or once all of it, if all of it is read."""
 
-        program = flatten(jax.make_jaxpr(put)(as_argument(self.array), rows, *numbers))
-        return LateValue(program, Values(dict(enumerate([array, rows, *numbers]))))
+    def __init__(self, leaf: LeafInRows, array: Any, rows: Any, numbers: Sequence[Any], struct: Any) -> None:
+        array = array if isinstance(array, Deferred) else Passed(array)
+        self.on_host = array.on_host
+        self.leaf, self.given, self.type, self.shape = leaf, [array, rows, *numbers], struct, struct.shape
+
+    def whole(self, reader: Reader) -> Any:
+        array, rows, *numbers = self.given
+        with in_mesh_of(rows):
+            return self.leaf.put_together(part_of(array, EVERYTHING, reader), rows, numbers)
+
+    @property
+    def value(self) -> Deferred:  # type: ignore[override]
+        """The rows, written into the array where they are read: made by each reader, which may be in a loop."""
+        with in_mesh_of(self.given[1]):
+            return Evaluation(self._program, range(len(self.given))).run(self.given)[0]
+
+    @functools.cached_property
+    def _program(self) -> Program:
+        selection = self.leaf.selection
+
+        def put(array: Any, rows: Any, *numbers: Any) -> list[jax.Array]:
+            return [set_rows(selection.axis, selection.indices(*numbers), array.astype(rows.dtype), rows)]
+
+        return flatten(jax.make_jaxpr(put)(*map(type_of, self.given)))
 
 
 class CompleteLeaf(LeafInRows):

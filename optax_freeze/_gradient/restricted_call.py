@@ -16,11 +16,13 @@ from jax.core import Tracer
 
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
 from optax_freeze._gradient.gradient_program import GradientProgram, gradient_program
-from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, LeafInRows, types_of
+from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, DeferredLeaf, LeafInRows, types_of
 from optax_freeze._jax_internals import ClosedJaxpr, evaluate_program, lacks_reverse_mode, needs_value
+from optax_freeze._program.chain import Chain, Recipes
+from optax_freeze._program.from_host import evaluate, evaluate_in_part
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import EVERYTHING, Values, names_of, numbers_of, region_of, zero_outside
-from optax_freeze._program.tasks import ALWAYS, Context, Schedule
+from optax_freeze._program.tasks import ALWAYS, Context
 from optax_freeze._program.trace import is_inexact
 from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced
 from optax_freeze._program.walk import schedule
@@ -81,6 +83,7 @@ class _Backward(NamedTuple):
 
     gradient: GradientProgram
     perturbed: _Inputs
+    recipes: Recipes  # of what the forward pass stores
 
     def __hash__(self) -> int:
         return hash(self.gradient)
@@ -101,17 +104,7 @@ class _Call:
         self.leaves, structs = eval_types(types_of, in_rows)
         self.structs = [as_argument(x) if struct is None else struct for x, struct in zip(leaves, structs, strict=True)]
         self.traced = Traced(fun, self.structs)
-        on_host = {i for i, x in enumerate(leaves) if is_on_host(x.array if isinstance(x, LeafInRows) else x)}
-        self.program = self.traced.program._replace(on_host=range(len(leaves)))
-        # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
-        if on_host != set(range(len(leaves))) and not jax.sharding.get_abstract_mesh().manual_axes:
-            wanted = self._outputs().given
-            on_host |= {
-                i
-                for i, x in enumerate(leaves)
-                if EVERYTHING not in wanted.get(i, ()) and not (isinstance(x, LeafInRows) and x.is_read_whole)
-            }
-        self.program = self.program._replace(on_host=on_host)  # of other leaves no rows are read alone
+        self.program = self.traced.program
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -126,36 +119,44 @@ class _Call:
 
     def given(self, inputs: _Inputs, was_read: bool = False) -> list[Any]:
         """The leaves, of which parts are read, or put together."""
-        found = []
-        each = zip(self.leaves, inputs.arrays, inputs.rows, inputs.numbers, strict=True)
-        for i, (leaf, array, rows, numbers) in enumerate(each):
-            array = HostArray(array, (lambda _: True) if was_read else None) if is_on_host(array) else array
-            if leaf is not None:  # frozen by rows
-                array = (leaf.unread if i in self.program.on_host else leaf.put_together)(array, rows, numbers)
+        found, is_mapped = [], jax.sharding.get_abstract_mesh().manual_axes
+        each = zip(self.leaves, self.structs, inputs.arrays, inputs.rows, inputs.numbers, strict=True)
+        for leaf, struct, array, rows, numbers in each:
+            # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
+            on_host = is_on_host(array)
+            array = HostArray(array, (lambda _: True) if was_read else None) if on_host else array
+            if leaf is not None and not on_host and (is_mapped or leaf.is_read_whole):
+                array = leaf.put_together(array, rows, numbers)
+            elif leaf is not None:
+                array = DeferredLeaf(leaf, array, rows, numbers, struct)
             found.append(array)
         return found
 
     def evaluate(self, inputs: _Inputs) -> list[Any]:
         """The outputs of the function."""
         values = Values(dict(enumerate(self.given(inputs))) | dict(zip(self.others, inputs.others, strict=True)))
-        return self._outputs().run(values)
-
-    def _outputs(self) -> Schedule:
-        """The tasks that compute the outputs of the function."""
-        return schedule(self.program, [(value, EVERYTHING, ALWAYS) for value in self.program.outputs])
+        tasks = schedule(self.program, [(value, EVERYTHING, ALWAYS) for value in self.program.outputs])
+        return evaluate(tasks.run, values)
 
     def forward(self, inputs: _Inputs, perturbed: _Inputs) -> tuple[list[Any], Any]:
         """The outputs, and what the backward pass reads beside the inputs."""
-        gradient = self._gradient(perturbed, inputs.others)
-        values = Values(dict(enumerate([*self.given(inputs), *inputs.others])))
-        outs, stored = gradient.forward(values, self._context(inputs))
-        return outs, (_Backward(gradient, perturbed), stored)
+        gradient, context = self._gradient(perturbed, inputs.others), self._context(inputs)
+        given = [*self.given(inputs), *inputs.others]
+        values = Values(dict(enumerate(given)))
+        found = evaluate_in_part(lambda values: gradient.forward(values, context), values, gradient.outs)
+        # An array of the device that was computed anyway is stored; what only loops read is computed again.
+        stored = [x.array if isinstance(x, Chain) and x.array is not None else x for x in found[gradient.outs :]]
+        recipes = Recipes(stored, given, arrays := [])
+        return found[: gradient.outs], (_Backward(gradient, perturbed, recipes), arrays)
 
     def backward(self, inputs: _Inputs, residuals: Any, cotangents: Sequence[Any]) -> _Inputs:
         """The cotangents of the perturbed inputs, given those of the outputs."""
-        (gradient, perturbed), stored = residuals
-        values = Values(dict(enumerate([*self.given(inputs, True), *inputs.others, *cotangents])))
-        grads = iter(gradient.backward(values, stored, self._context(inputs)))
+        (gradient, perturbed, recipes), arrays = residuals
+        context, given = self._context(inputs), [*self.given(inputs, True), *inputs.others]
+        values = Values(dict(enumerate([*given, *cotangents])))
+        for (number, region), stored in zip(gradient.stored, recipes(given, arrays), strict=True):
+            values.write(number, context.bound(region), stored)
+        grads = iter(evaluate(lambda values: gradient.backward(values, context), values))
         found = _Inputs([], [], [[None] * len(each) for each in inputs.numbers], [])
         marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, inputs.arrays, strict=True)
         for leaf, in_rows, in_array, numbers, given in marks:
@@ -219,7 +220,6 @@ class _Call:
         leaves = zip(self.names, self.leaves, perturbed.rows, perturbed.arrays, strict=True)
         regions = [EVERYTHING if b else region_of(x.selection, name) for name, x, a, b in leaves if a or b]
         regions += [EVERYTHING for here in perturbed.others if here]
-        program = traced.program._replace(on_host=self.program.on_host)
-        of_cotangents = range(len(of_leaf) + len(others), program.num_inputs)
+        of_cotangents = range(len(of_leaf) + len(others), traced.program.num_inputs)
         wanted = [(place, region, ALWAYS) for place, region in enumerate(regions)]
-        return gradient_program(program, len(wanted), wanted, of_cotangents)
+        return gradient_program(traced.program, len(wanted), wanted, of_cotangents)

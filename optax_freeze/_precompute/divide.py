@@ -23,10 +23,10 @@ from optax_freeze._precompute.graph import Graph, Key, Node, graph
 from optax_freeze._precompute.inputs import Input
 from optax_freeze._program.decisions import decisive
 from optax_freeze._program.flops import flops_of_tasks
+from optax_freeze._program.from_host import evaluate
 from optax_freeze._program.regions import EVERYTHING, Rows, Values
 from optax_freeze._program.tasks import Schedule
 from optax_freeze._program.traced_function import Traced, as_array
-from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowIndex
 from optax_freeze._spec.tree import Part
@@ -80,11 +80,8 @@ class Division(NamedTuple):
         )
 
     def before(self) -> list[Any]:
-        if self.traced.program.on_host:  # the same operations, which read arrays in host memory where they need them
-            tasks = graph(self.traced.program.copy(), self.inputs).schedule.of(self.cut.stored)
-        else:
-            tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.before), outputs=self.cut.stored)
-        return self._by_example(tasks.run(self._values(tasks)))
+        tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.before), outputs=self.cut.stored)
+        return self._by_example(evaluate(tasks.run, self._values(tasks)))
 
     def after(self, features: Sequence[Any]) -> Any:
         tasks = self.graph.schedule._replace(tasks=self.graph.tasks(self.cut.after))
@@ -92,7 +89,7 @@ class Division(NamedTuple):
         features = self._without_gradient(features)
         for key, array, at in zip(self.cut.stored, features, self.examples, strict=True):
             values.write(*key, at.back(array, self.graph.struct(key).shape))
-        return self.traced.result(tasks.run(values))
+        return self.traced.result(evaluate(tasks.run, values))
 
     def _without_gradient(self, features: Sequence[Any]) -> list[Any]:
         """The features, whose frozen parameters must not be differentiated, since only a part would be seen here."""
@@ -128,9 +125,7 @@ class Division(NamedTuple):
                 assert isinstance(given.trainable, Rows)
                 values.write(i, given.trainable, given.value.values)
             else:
-                values.write(
-                    i, EVERYTHING, as_array(given.value if i in tasks.program.on_host else to_device(given.value))
-                )
+                values.write(i, EVERYTHING, as_array(given.value))
         return values
 
 
@@ -197,7 +192,7 @@ def _traced(
             expected="a function that jax.jit can trace",
             fix="if Python branches on an argument, name it in `recurring` and pass a Python value",
         ) from error
-    return traced, graph(traced.program.copy(on_host=()), inputs)
+    return traced, graph(traced.program, inputs)
 
 
 def _cut(tasks: Graph, inputs: Sequence[Input], axis: int | None) -> tuple[Cut, list[Examples]]:

@@ -1,6 +1,6 @@
 """Arrays in host memory, of which rows are brought to the device where they are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Unread
+from optax_freeze._program.deferred import Deferred, Reader
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows
 from optax_freeze._spec import host_rows
 from optax_freeze._spec.memory_kinds import ROWS_AT_ONCE, is_in_blocks, to_device
 from optax_freeze._spec.sharding import varies
@@ -25,10 +26,11 @@ def _second_read() -> Callable[[Any], bool]:
     return lambda key: key in keys or bool(keys.add(key))
 
 
-class HostArray(Unread):
+class HostArray(Deferred):
     """An array in host memory, or a row of it at the indices ``starts`` of its first axes, or the rows of a ``region``.
 
     ``waits(region)``: whether a read waits for another operand, so that it is not merged with an earlier one.
+    ``name``: under which reads are noted.
     """
 
     def __init__(
@@ -37,23 +39,24 @@ class HostArray(Unread):
         waits: Callable[[Any], bool] | None = None,
         starts: tuple[Any, ...] = (),
         region: Any = EVERYTHING,
+        name: Any = None,
     ) -> None:
         self.array, self.waits, self.starts, self.region = array, waits or _second_read(), starts, region
+        self.name, self.shape = name, region.shape(array.shape[len(starts) :])
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.region.shape(self.array.shape[len(self.starts) :])
-
-    def read(self, region: Any, beside: Any = None) -> jax.Array:
+    def read(self, region: Any, reader: Reader) -> jax.Array:
         is_whole = self.region is EVERYTHING and len(self.shape) < FEWEST_AXES
+        is_in_rows = bool(self.starts) or self.region is not EVERYTHING
         if region.axis > 0 or (region.axis == 0 and is_whole):
             if isinstance(region, DynamicRows) and region.axis == 0 and not self.starts and is_in_blocks(self.shape):
+                self._note(reader, by_rows=True)
                 return jax.lax.map(lambda i: _row_of_block(self.array, i), region.indices)
-            return region.take(self.read(EVERYTHING, beside))
+            return region.take(self.read(EVERYTHING, reader))
+        self._note(reader, is_in_rows or region is not EVERYTHING)
         region, array = self._rows_of(region), self.array
         # XLA merges two equal copies into one that waits in device memory between its readers: so the second one waits
         # for another operand of its reader.
-        key = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts)
+        key, beside = (DynamicRows if isinstance(region, DynamicRows) else region, *self.starts), reader.beside
         # Inside `jax.shard_map`, what it is read beside would make it vary, and what is the same everywhere is merged.
         if beside is not None and self.waits(key) and varies(jax.typeof(beside)) <= varies(jax.typeof(array)):
             array = jax.lax.optimization_barrier((array, beside))[0]
@@ -66,6 +69,14 @@ class HostArray(Unread):
         else:
             parts = [self._slice(array, region.indices[k]) for k in range(region.count)]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+    def _note(self, reader: Reader, by_rows: bool) -> None:
+        if reader.reads is not None:
+            reader.reads.append((self.name, reader.eqn, by_rows))
+
+    def is_by_rows(self, region: Region, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
+        is_in_table = isinstance(region, DynamicRows) and is_table(self.shape)
+        return region.axis == 0 and (len(self.shape) >= FEWEST_AXES or is_in_table)
 
     def _slice(self, array: Any, start: Any = None, count: int = 1) -> jax.Array:
         """``count`` rows from ``start`` on of the row, or the row itself."""
@@ -83,16 +94,15 @@ class HostArray(Unread):
     def rows(self, region: Region, is_row: bool = False) -> "HostArray":
         rows = self._rows_of(region)
         if not is_row:
-            return HostArray(self.array, _never, self.starts, rows)
+            return HostArray(self.array, _never, self.starts, rows, self.name)
         is_known = isinstance(rows, Rows)
         start = int(rows.numbers[0]) if is_known else rows.indices[0]
-        return HostArray(self.array, self.waits if is_known else _never, (*self.starts, start))
+        return HostArray(self.array, self.waits if is_known else _never, (*self.starts, start), name=self.name)
 
-    def inside(self) -> "HostArray":
-        return HostArray(self.array, _never, self.starts, self.region)
-
-    def as_operand(self) -> Any:
-        return self.read(EVERYTHING) if self.starts or self.region is not EVERYTHING else self.array
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the array in host memory."""
+        return not self.starts and self.region is EVERYTHING
 
 
 def _never(_: Any) -> bool:

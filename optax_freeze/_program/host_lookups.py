@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 from jax.sharding import AxisType, NamedSharding
 
+from optax_freeze._program.deferred import Reader, part_of
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, clipped
 from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._program.trace import Equation
@@ -59,7 +60,7 @@ def _has_experts(eqn: Equation) -> bool:
     return is_product and tuple(numbers.rhs_group_dimensions) == (0,) and eqn.params["group_offset"] is None
 
 
-def _looked_up(eqn: Equation, operands: Sequence[Any]) -> jax.Array:
+def _looked_up(eqn: Equation, operands: Sequence[Any], reader: Reader) -> jax.Array:
     """The lookup in an array of the rows that are read, each once; rows out of range are again out of range."""
     table, indices = operands[0], jnp.asarray(operands[1])
     place, size = eqn.params["dimension_numbers"].start_index_map.index(0), table.shape[0]
@@ -71,10 +72,10 @@ def _looked_up(eqn: Equation, operands: Sequence[Any]) -> jax.Array:
         found = jnp.where((row >= 0) & (row <= inside.astype(row.dtype)), found, count)
     indices = indices.astype(jnp.int32).at[..., place].set(found)
     unsorted = {"indices_are_sorted": False, "unique_indices": False}
-    return eqn.bind(table.read(DynamicRows(0, rows)), indices, **unsorted)
+    return eqn.bind(table.read(DynamicRows(0, rows), reader), indices, **unsorted)
 
 
-def _by_experts(eqn: Equation, operands: Sequence[Any]) -> jax.Array:
+def _by_experts(eqn: Equation, operands: Sequence[Any], reader: Reader) -> jax.Array:
     """The product of each group with its expert, one expert after the other. Experts without rows are not read."""
     experts = operands[1]
     left, sizes = jnp.asarray(operands[0]), jnp.asarray(operands[2], jnp.int32)  # of any integer type, maybe NumPy
@@ -89,7 +90,7 @@ def _by_experts(eqn: Equation, operands: Sequence[Any]) -> jax.Array:
 
     def of_expert(n: Any, out: jax.Array) -> jax.Array:
         i = used[n]
-        expert, stop = experts.row(i).read(EVERYTHING), ends[i]
+        expert, stop = part_of(experts.row(i), EVERYTHING, reader._replace(beside=None)), ends[i]
         first = stop - sizes[i]
 
         def of_rows(k: Any, out: jax.Array) -> jax.Array:

@@ -9,17 +9,17 @@ import functools
 import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._jax_internals import Branches, Loop, Mapped, names_axes
+from optax_freeze._jax_internals import Branches, ClosedJaxpr, Loop, Mapped, names_axes
 from optax_freeze._program.decisions import results_that_decide
-from optax_freeze._program.late import late_inputs
+from optax_freeze._program.dependence import Known
 from optax_freeze._program.propagation import settled
-from optax_freeze._program.regions import EVERYTHING, LAZY, DynamicRows, Region, Rows, Unread, Values, covering
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows, Values, covering
 from optax_freeze._program.tasks import (
     ALWAYS,
     Context,
@@ -31,14 +31,24 @@ from optax_freeze._program.tasks import (
     one_region,
     regions_apart,
 )
-from optax_freeze._program.trace import Equation, flatten
+from optax_freeze._program.trace import Equation, Program, flatten
 from optax_freeze._spec.sharding import in_mesh_of, in_this_mesh, zeros
-
-if TYPE_CHECKING:
-    from optax_freeze._program.walk import Walk
 
 _MOST_SEGMENTS = 8
 _MOST_GROWTHS = 8
+
+
+class Planner(Protocol):
+    """What a loop or a branch needs of the walk over the program that it is in."""
+
+    program: Program
+    known: Known | None
+
+    def body(self, closed: ClosedJaxpr) -> Program: ...
+    def inside(self, program: Program, outputs: Sequence[Any], marks: Sequence[bool]) -> Schedule: ...
+    def decide(self, eqn: Equation) -> list[bool]: ...
+    def add(self, task: Task) -> None: ...
+    def everything(self, eqn: Equation, wanted: Sequence[Any], without_rule: bool) -> None: ...
 
 
 class _Output(NamedTuple):
@@ -81,28 +91,27 @@ class _Carried(NamedTuple):
         return _Carried(self.shape, region, self.guard | other.guard if region is not None else 0, growths)
 
 
-def cond(walk: "Walk", eqn: Equation, found: Branches, wanted: Sequence[Any]) -> bool:
+def cond(walk: Planner, eqn: Equation, found: Branches, wanted: Sequence[Any]) -> bool:
     """Adds the task of a branch; False if its branches have to be left as they are."""
     if found.by_platform or eqn.has_effects:
         return False
     regions = [one_region(each, aval.shape) for each, aval in zip(wanted, eqn.avals_out, strict=True)]
     guard = joined_guard(wanted)
     programs = [walk.body(branch) for branch in found.programs]
-    on_host, available = late_inputs(walk.late, eqn.inputs[1:])
     branches = []
     for program in programs:
         outs = [(value, r, guard) for value, r in zip(program.outputs, regions, strict=True) if r is not None]
-        branches.append(walk.inside(program, outs, on_host, available, walk.decide(eqn)))
+        branches.append(walk.inside(program, outs, walk.decide(eqn)))
     reads = []
     for place, (value, aval) in enumerate(zip(eqn.inputs[1:], eqn.avals_in[1:], strict=True)):
         wanted_of = [region for branch in branches for region in branch.given.get(place, ())]
-        reads += [(place, read) for read in _reads(walk, value, aval, wanted_of, place in on_host)]
+        reads += [(place, read) for read in _reads(value, aval, wanted_of)]
 
     def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
         def run(branch: Schedule) -> list[Any]:
             values = Values()
             for (place, read), x in zip(reads, operands[1:], strict=True):
-                _pass_on(values, place, read, x, context)
+                values.write(place, context.bound(read.region), x)
             return branch.run(values, context.inside(guard))
 
         return jax.lax.switch(operands[0], [functools.partial(run, branch) for branch in branches])
@@ -113,22 +122,12 @@ def cond(walk: "Walk", eqn: Equation, found: Branches, wanted: Sequence[Any]) ->
     return True
 
 
-def _reads(walk: "Walk", value: Any, aval: Any, wanted: Collection[Region], is_late: bool) -> list[Any]:
+def _reads(value: Any, aval: Any, wanted: Collection[Region]) -> list[Read]:
     """The reads of an operand for what is wanted of it in a step or a branch."""
-    if wanted and (is_late or LAZY in wanted):
-        return [walk.read(value, LAZY)]
     return [Read(value, region) for region in covering(list(dict.fromkeys(wanted)), aval.shape)] if wanted else []
 
 
-def _pass_on(values: Values, place: int, read: Any, x: Any, context: Context) -> None:
-    """Stores what was read of an operand among the values of a step or a branch."""
-    if isinstance(read, Read):
-        values.write(place, context.bound(read.region), x)
-    else:
-        values.write(place, EVERYTHING, x.inside() if isinstance(x, Unread) else x)
-
-
-def scan(walk: "Walk", eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
+def scan(walk: Planner, eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
     """Adds the tasks of a loop: one for each segment."""
     if not found.length:
         walk.everything(eqn, wanted, without_rule=False)
@@ -152,18 +151,13 @@ def _outputs(eqn: Equation, wanted: Sequence[Any], carried: int, length: int) ->
 class _PartOfLoop:
     """A ``scan`` of which some results are wanted."""
 
-    def __init__(self, walk: "Walk", eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
+    def __init__(self, walk: Planner, eqn: Equation, found: Loop, wanted: Sequence[Any]) -> None:
         self.walk, self.eqn = walk, eqn
         self.consts, self.carried = found.consts, found.carried
         self.length, self.reverse, self.unroll, self.stacked = found.length, found.reverse, found.unroll, found.stacked
         self.body = walk.body(found.body)
         self.marks = results_that_decide(found, walk.decide(eqn))
         self.outputs = _outputs(eqn, wanted[self.carried :], self.carried, self.length)
-        on_host, self.available = late_inputs(walk.late, eqn.inputs, self.consts + self.carried)
-        carry = range(self.consts, self.consts + self.carried)  # a step computes the next one
-        is_read = lambda p: p < self.consts or (p not in carry and walk.has_rows(eqn.inputs[p]))  # noqa: E731
-        self.on_host = {p: o for p, o in on_host.items() if is_read(p)}
-        self.available -= {*carry}
         self.known = walk.known.steps.get(eqn.outputs[0], 0) if walk.known and eqn.outputs else 0
         self.known_stop = self.length - self.known if self.reverse else self.known
 
@@ -292,8 +286,8 @@ class _Segment:
             if first <= place < last:
                 region = self.needed[place - first].region
                 reads = [] if region is None else [Read(self.starts[place - first], region)]
-            elif place < first or place in loop.on_host or LAZY in wanted:
-                reads = _reads(loop.walk, value, eqn.avals_in[place], wanted, place in loop.on_host)
+            elif place < first:
+                reads = _reads(value, eqn.avals_in[place], wanted)
             else:
                 in_place = loop.is_read_in_place(self.steps.start)
                 reads = [Read(value, self.numbers, in_place)] if wanted else []
@@ -319,14 +313,7 @@ class _Segment:
         ]
         stacked = loop.body.outputs[loop.carried :]
         wanted += [(stacked[o.place], o.region, self.conditions.get(o, o.guard)) for o in self.outputs]
-        while True:
-            self.body = loop.walk.inside(loop.body, wanted, loop.on_host, loop.available, loop.marks)
-            in_each = {p for p in loop.on_host if p < loop.consts and EVERYTHING in self.body.given.get(p, ())}
-            if not in_each:
-                break
-            # what each step would bring to the device is brought once
-            loop.on_host = {p: origins for p, origins in loop.on_host.items() if p not in in_each}
-            loop.available |= in_each
+        self.body = loop.walk.inside(loop.body, wanted, loop.marks)
         needed = [_Carried.of(self.body.given.get(p, {}), each.shape) for p, each in enumerate(carry, loop.consts)]
         return [each._replace(guard=self._outside(each.guard)) for each in needed]
 
@@ -341,8 +328,8 @@ class _Segment:
         first, last, start = self.loop.consts, self.loop.stacked, self.steps.start
         carried, given = [], []
         for (place, read), x in zip(self.reads, operands, strict=False):
-            is_unread = place < last or isinstance(x, Unread | tuple)
-            (carried if first <= place < last else given).append((place, read, x if is_unread else (x, start)))
+            is_placed = place < last or isinstance(x, tuple)
+            (carried if first <= place < last else given).append((place, read, x if is_placed else (x, start)))
         previous = dict(zip(self.before, operands[len(self.reads) :], strict=True))
         goes_on = [
             o for o in self.outputs if self.after[o] not in self.loop.eqn.outputs
@@ -352,7 +339,7 @@ class _Segment:
         numbers = {o: context.bound(o.written).unclamped for o in self.conditions}  # type: ignore[attr-defined]
         step = _Step(self, context, given, [(place, read.region) for place, read, _ in carried], buffered, numbers)
         # A `scan` takes its rows from a stack of as many steps; of a longer one, a slice would be a copy.
-        stacks = {p: x[0] for p, _, x in given if p >= last and isinstance(x, tuple)}
+        stacks = {p: x[0] for p, _, x in given if p >= last}
         sliced = {p: x for p, x in stacks.items() if x.shape[0] == self.numbers.count}
         state: Any = [x for *_, x in carried], [previous[o] if o in previous else self._buffer(o) for o in buffered]
         if self.numbers.count == 1:
@@ -427,22 +414,20 @@ class _Step:
         values = Values()
         for place, read, x in self.given:
             if place < self.part.loop.consts:
-                _pass_on(values, place, read, x, self.context)
+                values.write(place, self.context.bound(read.region), x)
             else:
-                values.write(place, EVERYTHING, rows[place] if place in rows else self._row_of(place, x, i))
+                values.write(place, EVERYTHING, rows[place] if place in rows else _row_of(x, i))
         for (place, region), x in zip(self.carried, carry, strict=True):
             values.write(place, self.context.bound(region), x)
         return values
 
-    def _row_of(self, place: int, stack: Any, i: Any) -> Any:
-        """The row of a step; of an array in host memory read once, unless the step reads only rows of it."""
-        if isinstance(stack, tuple):
-            array, begins = stack
-            place = i - begins
-            with in_mesh_of(array):
-                return jax.lax.dynamic_index_in_dim(array, in_this_mesh(place), 0, keepdims=False)
-        row, given = stack.row(i), self.part.body.given[place]
-        return row.read(EVERYTHING) if EVERYTHING in given and LAZY not in given else row
+
+def _row_of(stack: tuple[Any, int], i: Any) -> Any:
+    """The row of a step."""
+    array, begins = stack
+    place = i - begins
+    with in_mesh_of(array):
+        return jax.lax.dynamic_index_in_dim(array, in_this_mesh(place), 0, keepdims=False)
 
 
 def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
@@ -454,41 +439,32 @@ def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
     return write(None, buffer) if hit is None else jax.lax.fori_loop(0, hit.astype(jnp.int32), write, buffer)
 
 
-def shard_map(walk: "Walk", eqn: Equation, found: Mapped, wanted: Sequence[Any]) -> bool:
-    """Adds the task of a ``jax.shard_map`` in which each device reads its shard of arrays in host memory."""
-    late = walk.late
-    assert late is not None
-    on_host, available = late_inputs(late, eqn.inputs)
-    on_host = {place: origins for place, origins in on_host.items() if eqn.inputs[place] in late.on_host}
-    if not on_host or eqn.has_effects:
-        return False
+def shard_map(walk: Planner, eqn: Equation, found: Mapped, wanted: Sequence[Any]) -> bool:
+    """Adds the task of a ``jax.shard_map`` of whose results only rows are wanted; False if everything is wanted."""
     regions = []
     for each, aval, spec in zip(wanted, eqn.avals_out, found.out_specs, strict=True):
         region = one_region(each, aval.shape)
         is_cut = isinstance(region, Rows) and (len(spec) <= region.axis or spec[region.axis] is None)
         regions.append(region if region is None or is_cut else EVERYTHING)
+    if eqn.has_effects or not any(isinstance(region, Rows) for region in regions):
+        return False
     program = flatten(found.program)
     outs = [(x, r, ALWAYS) for x, r in zip(program.outputs, regions, strict=True) if r is not None]
-    inner = walk.inside(program, outs, on_host, available, walk.decide(eqn))
+    inner = walk.inside(program, outs, walk.decide(eqn))
     places = [place for place in range(len(eqn.inputs)) if place in inner.given]
-    reads = [walk.read(eqn.inputs[n], LAZY) if n in on_host else Read(eqn.inputs[n], EVERYTHING) for n in places]
 
     def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
-        def of_shards(*shards: Any) -> list[Any]:
-            return inner._replace(program=program._replace(on_host=on_host)).run(
-                Values(dict(zip(places, shards, strict=True))), context
-            )
-
         mapped = jax.shard_map(
-            of_shards,
+            lambda *shards: inner.run(Values(dict(zip(places, shards, strict=True))), context),
             mesh=found.mesh,
             in_specs=tuple(found.in_specs[n] for n in places),
             out_specs=[spec for spec, r in zip(found.out_specs, regions, strict=True) if r is not None],
             check_vma=found.check_vma,
             axis_names=found.axis_names,
         )
-        return mapped(*(x.as_operand() if isinstance(x, Unread) else x for x in operands))
+        return mapped(*operands)
 
+    reads = [Read(eqn.inputs[n], EVERYTHING) for n in places]
     writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
     walk.add(Task(eqn, reads, writes, apply, joined_guard(wanted), inner=[inner]))
     return True

@@ -13,14 +13,16 @@ from optax_freeze._jax_internals import (
     Branches,
     ClosedJaxpr,
     Loop,
+    Others,
     evaluate_program,
     inside,
     params_of,
+    primitives,
     programs_in,
     without_unused,
 )
 from optax_freeze._program.decisions import decisive
-from optax_freeze._program.late import is_repeated
+from optax_freeze._program.operations import is_cheap
 from optax_freeze._program.trace import Equation, Program, flatten
 
 
@@ -138,3 +140,13 @@ def _counts(eqn: Equation, place: int) -> np.ndarray | None:
     first, by = (np.array(int(x) % 2**64, np.uint64) for x in (begin.val, sign * int(add.inputs[1].val)))
     steps = np.arange(loop.length, dtype=np.uint64)[:: -1 if loop.reverse else 1]
     return (first + by * steps).astype(dtype)  # wraps around as in each step
+
+
+def is_repeated(eqn: Equation) -> bool:
+    """Whether an operation may be repeated where its results are read, with the programs that it has."""
+    found = inside(eqn)
+    if eqn.has_effects or found is None or isinstance(found, Others):
+        return is_cheap(eqn) and not eqn.has_effects
+    is_branch = isinstance(found, Branches) and not found.by_platform
+    is_open = is_branch or isinstance(found, Loop) or eqn.primitive is primitives.custom_jvp_call_p
+    return is_open and all(is_repeated(each) for closed in programs_in(eqn) for each in flatten(closed).eqns)

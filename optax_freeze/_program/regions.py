@@ -55,41 +55,10 @@ class Region:
         return self
 
     def __repr__(self) -> str:
-        return "EVERYTHING" if self is EVERYTHING else "LAZY"
+        return "EVERYTHING"
 
 
 EVERYTHING = Region()
-LAZY = Region()
-"""Of an array in host memory: the parts that turn out to be needed, each where it is read."""
-
-
-class Unread:
-    """An array of which parts are brought to the device, or computed, where they are read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole array."""
-        raise NotImplementedError
-
-    def read(self, region: Region, beside: Any = None) -> jax.Array:
-        """A region on the device; ``beside``: an array that is there before a second read of the same region."""
-        raise NotImplementedError
-
-    def rows(self, region: Region, is_row: bool = False) -> "Unread":
-        """Rows along the first axis, unread; or one row, without this axis."""
-        raise NotImplementedError
-
-    def row(self, i: Any) -> "Unread":
-        """One row along the first axis, unread."""
-        return self.rows(Rows(0, [i]) if isinstance(i, int) else DynamicRows(0, i[None]), is_row=True)
-
-    def inside(self) -> "Unread":
-        """The same array inside a loop."""
-        return self
-
-    def as_operand(self) -> Any:
-        """The array in host memory, or else on the device."""
-        return self.read(EVERYTHING)
 
 
 class _SomeRows(Region):
@@ -458,7 +427,6 @@ class Values:
 
     def __init__(self, given: dict[int, Any] | None = None) -> None:
         self._stored: dict[int, dict[Region, Any]] = {n: {EVERYTHING: x} for n, x in (given or {}).items()}
-        self.beside: Any = None  # an operand of the task that reads
 
     def write(self, number: int, region: Region, array: Any) -> None:
         """Stores a region of a value."""
@@ -471,8 +439,6 @@ class Values:
     def read(self, number: int, region: Region) -> Any:
         """A region of a value, which is stored or part of one that is."""
         stored = self._stored[number]
-        if isinstance(stored.get(EVERYTHING), Unread) and region is not LAZY:
-            return stored[EVERYTHING].read(region, self.beside)
         other = stored_region(stored, region)
         if other is None:
             raise KeyError((number, region, list(stored)))
@@ -492,6 +458,10 @@ class Values:
                 return array, int(rows.numbers[0] - positions.numbers[0])
         raise KeyError((number, rows, list(stored)))
 
+    def items(self) -> list[tuple[int, Region, Any]]:
+        """The numbers, the regions and the arrays."""
+        return [(number, *each) for number, stored in self._stored.items() for each in stored.items()]
+
     def only(self, numbers: Iterable[int]) -> "Values":
         """The values with these numbers."""
         new = Values()
@@ -501,7 +471,3 @@ class Values:
     def drop(self, number: int) -> None:
         """Forgets a value that is not read any more."""
         self._stored.pop(number, None)
-
-    def copy(self) -> "Values":
-        """A copy, to which values can be written that are not stored here."""
-        return self.only(self._stored)

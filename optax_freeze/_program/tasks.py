@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.propagation import settled
-from optax_freeze._program.regions import EVERYTHING, LAZY, Numbers, Region, Rows, Unread, Values, covering
+from optax_freeze._program.regions import EVERYTHING, Numbers, Region, Rows, Values, covering
 from optax_freeze._program.trace import Equation, Program
 from optax_freeze._spec.sharding import eval_types, laid_out, zeros
 
@@ -80,11 +79,6 @@ class Read(NamedTuple):
     def wanted(self) -> Sequence[tuple[int, Region]]:
         """The regions of stored values that are read."""
         return [(self.value, self.region)] if isinstance(self.value, int) else []
-
-    @property
-    def from_host(self) -> Sequence[tuple[int, bool]]:
-        """The inputs in host memory that are read, and whether by rows."""
-        return ()
 
     def of(self, values: Values, context: "Context") -> Any:
         """What is read."""
@@ -151,7 +145,7 @@ class Task(NamedTuple):
     """
 
     eqn: Equation
-    reads: Sequence[Any]  # Read or LateRead, or None
+    reads: Sequence["Read | None"]
     writes: Sequence[tuple[int, Region] | None]
     apply: Callable[[Context, Sequence[Any]], Sequence[Any]]
     guard: int
@@ -177,12 +171,7 @@ class Task(NamedTuple):
     def run(self, context: Context, values: Values) -> None:
         """Evaluates the task."""
         with self.eqn.source.scope():
-            operands = [read.of(values, context) if isinstance(read, Read) else None for read in self.reads]
-            beside = next((x for x in operands if isinstance(x, jax.Array)), None)
-            for place, read in enumerate(self.reads):
-                if read is not None and not isinstance(read, Read):
-                    operands[place] = read.of(values, context, beside)
-            outs = self.apply(context, operands)
+            outs = self.apply(context, [read and read.of(values, context) for read in self.reads])
         for write, out in zip(self.writes, outs, strict=True):
             if write is not None:
                 values.write(write[0], context.bound(write[1]), out)
@@ -236,10 +225,7 @@ class Schedule(NamedTuple):
         return read_all(self.outputs, values, context, self.program)
 
     def fill(self, values: Values) -> None:
-        """Adds constants to the values, and makes parts of arrays in host memory readable."""
-        for number in self.program.on_host:
-            if values.has(number) and not isinstance(values.read(number, LAZY), Unread):
-                values.write(number, EVERYTHING, HostArray(values.read(number, LAZY)))
+        """Adds constants to the values."""
         for number, const in self.program.consts.items():
             if not values.has(number):
                 values.write(number, EVERYTHING, const)

@@ -6,7 +6,7 @@ derivatives of their own, for derivatives of the evaluated program. JAX may bind
 ``jax.experimental.hijax``.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -83,7 +83,6 @@ class Program(NamedTuple):
     eqns: list[Equation]
     num_inputs: int
     outputs: list[Any]
-    on_host: Collection[int]  # the inputs in host memory
     of_steps: dict[int, int] = {}  # noqa: RUF012
 
     @property
@@ -111,7 +110,7 @@ def flatten(closed: ClosedJaxpr, enter_remat: bool = True, enter_placed: bool = 
     """Lists the operations of a jaxpr, those of calls included; ``enter_placed``: with shardings or donation, too."""
     known, key = _FLAT.setdefault(closed.jaxpr, {}), (enter_remat, enter_placed)
     if key not in known:
-        program = Program([], {}, [], len(closed.in_avals), [], (), {})
+        program = Program([], {}, [], len(closed.in_avals), [], {})
         values = [program.add(aval) for aval in closed.in_avals]
         consts = [program.add(var.aval) for var in closed.jaxpr.constvars]
         program.outputs.extend(_Flatten(program, *key).jaxpr(closed.jaxpr, consts, values, None, None))

@@ -31,8 +31,7 @@ class Traced:
             return [out for out in outs if isinstance(out, Tracer)]
 
         self.closed = closed = jax.make_jaxpr(traced)(*map(as_argument, arrays))
-        on_host = [number for number, array in enumerate(arrays) if is_on_host(array)]
-        self.program: Program = program_of(closed, enter_remat)._replace(on_host=on_host)
+        self.program: Program = program_of(closed, enter_remat)
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The result of the function, given the outputs of the program."""

@@ -1,35 +1,25 @@
 """Walks a program backwards: which region of each value is wanted, and so which tasks are needed."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._jax_internals import Branches, Loop, Mapped, inside, key_of
 from optax_freeze._program import loops
 from optax_freeze._program.decisions import decisive
 from optax_freeze._program.dependence import Known
-from optax_freeze._program.host_lookups import host_lookup
-from optax_freeze._program.late import Late, Origins, part_of
 from optax_freeze._program.materialized import Materialized
 from optax_freeze._program.operations import Computation, Cost, computation, is_cheap, rule_of
 from optax_freeze._program.recompute import program_of
 from optax_freeze._program.regions import (
     EVERYTHING,
-    LAZY,
-    DynamicRows,
-    Numbers,
     Region,
     Rows,
-    Unread,
-    Values,
-    clipped,
     is_scattered,
     is_whole,
     without_elements,
@@ -46,9 +36,7 @@ from optax_freeze._program.tasks import (
     overlap,
     regions_apart,
 )
-from optax_freeze._program.trace import Equation, Program, flatten
-from optax_freeze._spec.memory_kinds import is_in_blocks
-from optax_freeze._spec.sharding import eval_types
+from optax_freeze._program.trace import Equation, Program
 
 _NEARLY_WHOLE = 0.95
 """Of a larger share of a value everything is computed, and cut: rows may cost more than they save."""
@@ -66,8 +54,6 @@ class Inner(NamedTuple):
 def schedule(
     program: Program,
     outputs: Sequence[tuple[Any, Region, int]],
-    late: Late | None = None,
-    is_late: bool = False,
     known: Known | None = None,
     deciding: Collection[Any] = (),
     inner: Inner | None = None,
@@ -75,23 +61,18 @@ def schedule(
     """The tasks that compute these regions of values, each with its guard.
 
     Args:
-      late: the values that are computed where they are read, by default from the inputs in host memory.
-      is_late: whether the program computes such a value: slices and loops read only the rows that they need.
       known: of a program that will be differentiated: loops are divided after their known steps. What later steps read
         is cut, since the transpose of a row that is read in place is an array of zeros in each step.
       deciding: the values of which one bit decides about what is computed from the outputs.
     """
     decides = decisive(program, deciding)
-    if late is None and program.on_host and not is_late:
-        origins = {number: frozenset({(number, False)}) for number in program.on_host}
-        late = Late(program, origins, range(program.num_inputs), decides)
     inner = Inner({}, {}) if inner is None else inner
     _, compared = inner.compared.setdefault(id(program), (program, set()))
-    walk = Walk(program, late, is_late, known, decides, inner, compared)
+    walk = Walk(program, known, decides, inner, compared)
     wanted = walk.run(outputs)
     if more := walk.compared_in_part() - compared:
         compared |= more
-        walk = Walk(program, late, is_late, known, decides, inner, compared)
+        walk = Walk(program, known, decides, inner, compared)
         wanted = walk.run(outputs)
     computed = {n for eqn in program.eqns for n in eqn.outputs}
     computed.update(n for task in walk.tasks for n in task.written_numbers)
@@ -107,8 +88,6 @@ class Walk:
     """
 
     program: Program
-    late: Late | None
-    is_late: bool
     known: Known | None
     decisive: Collection[int]
     inner: Inner
@@ -132,15 +111,13 @@ class Walk:
         if isinstance(value, int):
             aval = self.program.avals[value]
             shape = getattr(aval, "shape", ())
-            is_cuttable = guard == ALWAYS and region.axis >= 0 and self.known is None and not self.is_late
-            is_cuttable &= self.late is None or value not in self.late
+            is_cuttable = guard == ALWAYS and region.axis >= 0 and self.known is None
             if aval is not None and is_whole(region, shape):
                 region = EVERYTHING
             elif is_cuttable and _NEARLY_WHOLE < region.share(shape) < 1:
                 self.completed.add(value)
                 region = EVERYTHING
-            is_cut = self.known is None or value in self.known.in_part or region is LAZY
-            if not is_cut or (region is LAZY and not self.is_late and (self.late is None or value not in self.late)):
+            if self.known is not None and value not in self.known.in_part:
                 region = EVERYTHING
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | guard
@@ -148,40 +125,16 @@ class Walk:
     def add(self, task: Task) -> None:
         """Adds a task, and wants what it reads."""
         extent = task.extent if self.completed.isdisjoint(task.eqn.outputs) else "everything"
-        reads = [self.read(*read[:3]) if isinstance(read, Read) else read for read in task.reads]
+        reads = [read and self.read(read) for read in task.reads]
         self.tasks.append(task := task._replace(reads=reads, extent=extent))
         for read in task.reads:
             for value, region in () if read is None else read.wanted:
                 self.want(value, region, task.guard)
 
-    def read(self, value: Any, region: Region, in_place: bool = False) -> "Read | LateRead":
-        """The read of a region of a value, which is computed where it is read if it is late."""
-        value, region = self.operand(value, region)
-        read = Read(value, region, in_place, self.program.avals[value] if isinstance(value, int) else None)
-        if region is not LAZY and (self.late is None or value not in self.late):
-            return read
-        made_by = self.program.made_by if self.late is None else self.late.made_by
-        program, leaves = part_of(self.program, value, made_by)
-        if region is LAZY:
-            return LateRead(read, program, dict.fromkeys(leaves, (LAZY,)))
-        found = LateRead(read, program, _of_late(program, EVERYTHING if in_place else region).given)
-        return found if self.late is None else found.read_from(self.late.on_host, self.late.is_by_rows)
-
-    def has_rows(self, value: Any, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
-        """Whether one row of a late value can be computed from rows of the arrays in host memory, or of tables."""
-        late = self.late
-        if late is None or value not in late:
-            return False
-        shape = self.program.avals[value].shape
-        if not shape or not shape[0]:
-            return False
-        wanted = self.read(value, DynamicRows(0, Numbers(None, 1))).wanted
-        avals = self.program.avals
-        return all(
-            late.is_by_rows(number, region) or (region.axis == 0 and is_table(avals[number].shape))
-            for number, region in wanted
-            if number in late
-        )
+    def read(self, read: Read) -> Read:
+        """A read of a part without elements reads nothing."""
+        value, region = self.operand(read.value, read.region)
+        return Read(value, region, read.in_place, self.program.avals[value] if isinstance(value, int) else None)
 
     def body(self, closed: Any) -> Program:
         """The program of a loop or a branch."""
@@ -194,15 +147,12 @@ class Walk:
         self,
         program: Program,
         outputs: Sequence[Any],
-        on_host: Mapping[int, Origins],
-        available: Collection[int],
         marks: Sequence[bool],
     ) -> Schedule:
         """The tasks of a step or a branch that compute these regions of values; ``marks``: whether results decide."""
         deciding = list(compress(program.outputs, marks))
-        late = Late(program, on_host, available, decisive(program, deciding)) if on_host else None
         known = None if self.known is None else Known()  # only the outermost program has inputs that are known in part
-        return schedule(program, outputs, late, self.is_late, known, deciding, self.inner)
+        return schedule(program, outputs, known, deciding, self.inner)
 
     def decide(self, eqn: Equation) -> list[bool]:
         """Which results of an operation decide."""
@@ -219,7 +169,7 @@ class Walk:
                 wanted = [{EVERYTHING: ALWAYS}] * len(wanted)
             if not any(wanted) and not eqn.has_effects and self.wanted_of_equals.keys().isdisjoint(eqn.outputs):
                 continue
-            if (self._slices(eqn) if self.is_late else self._looks_up(eqn, wanted)) or self._enters(eqn, wanted):
+            if self._enters(eqn, wanted):
                 continue
             if not self.equals.keys().isdisjoint(eqn.outputs):
                 self._product(eqn, wanted[0])
@@ -246,23 +196,6 @@ class Walk:
                 found |= {eqn.outputs[0]} if in_part and again else set()
         return found
 
-    def _looks_up(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
-        """Adds the task of a lookup or a product with experts that are in host memory; only the rows used are read."""
-        if self.late is None or (found := host_lookup(eqn)) is None:
-            return False
-        place, apply = found
-        if not self.has_rows(eqn.inputs[place], is_in_blocks):
-            return False
-        reads: list[Any] = [Read(value, EVERYTHING) for value in eqn.inputs]
-        read: Any = self.read(eqn.inputs[place], LAZY)
-        reads[place] = read.read_from(self.late.on_host, lambda *_: True)
-
-        def applied(_: Any, operands: Sequence[Any]) -> Sequence[Any]:
-            return [apply(eqn, operands)] if isinstance(operands[place], Unread) else eqn.bind_all(*operands)
-
-        self.add(Task(eqn, reads, [(eqn.outputs[0], EVERYTHING)], applied, joined_guard(wanted)))
-        return True
-
     def _enters(self, eqn: Equation, wanted: Sequence[Wanted]) -> bool:
         """Adds the tasks of an equation with programs of its own, if they can be divided."""
         found = inside(eqn)
@@ -271,17 +204,7 @@ class Walk:
             return True
         if isinstance(found, Branches):
             return loops.cond(self, eqn, found, wanted)
-        return isinstance(found, Mapped) and self.late is not None and loops.shard_map(self, eqn, found, wanted)
-
-    def _slices(self, eqn: Equation) -> bool:
-        """Adds the task of a slice whose first row is a value of the program; only the rows that it has are read."""
-        has_rows = eqn.primitive is jax.lax.dynamic_slice_p and eqn.avals_out[0].shape[:1] != eqn.avals_in[0].shape[:1]
-        if not has_rows or not isinstance(eqn.inputs[1], int):
-            return False
-        reads = [self.read(eqn.inputs[0], LAZY), *(Read(start, EVERYTHING) for start in eqn.inputs[1:])]
-        writes = [(eqn.outputs[0], EVERYTHING)]
-        self.add(Task(eqn, reads, writes, lambda _, operands: [_dynamic_slice(eqn, *operands)], ALWAYS))
-        return True
+        return isinstance(found, Mapped) and loops.shard_map(self, eqn, found, wanted)
 
     def _product(self, eqn: Equation, wanted: Wanted) -> None:
         """The tasks of a product that occurs several times, at the first time.
@@ -343,7 +266,7 @@ class Walk:
 
     def _is_in_part(self, eqn: Equation) -> bool:
         """Whether only some rows of an operand should be read, even if all of the result is wanted."""
-        in_part = eqn.reads if self.is_late else self.known.in_part if self.known is not None else ()
+        in_part = self.known.in_part if self.known is not None else ()
         return is_cheap(eqn) and not eqn.reads.isdisjoint(in_part)
 
     def _from_rows(self, eqn: Equation, place: int) -> Computation | None:
@@ -353,7 +276,7 @@ class Walk:
             found = computation(eqn, [rows if i == place else None for i in range(len(eqn.outputs))])
             reads = zip(eqn.inputs, found.regions, eqn.avals_in, strict=True) if found else ()
             cut = {v for v, r, aval in reads if isinstance(v, int) and r is not None and not is_whole(r, aval.shape)}
-            if found and not cut.isdisjoint(cut if self.known is None else self.known.in_part):
+            if found and not cut.isdisjoint(self.known.in_part if self.known is not None else ()):
                 return found._replace(outputs=None)
         return None
 
@@ -442,89 +365,3 @@ def _equal_products(program: Program) -> dict[int, int]:
 def _share(wanted: Wanted, shape: Sequence[int]) -> float:
     """How much of a value is wanted, at most all of it."""
     return min(1.0, sum(region.share(shape) for region in wanted))
-
-
-def _dynamic_slice(eqn: Equation, array: Any, *starts: Any) -> jax.Array:
-    """A slice of an array of which only the rows are read that it has."""
-    sizes, size = eqn.avals_out[0].shape, array.shape[0]
-    if not isinstance(array, Unread):
-        return eqn.bind(array, *starts)
-    start = clipped(starts[0], size - sizes[0])
-    rows = array.read(DynamicRows(0, start + jnp.arange(sizes[0], dtype=jnp.int32)))
-    return eqn.bind(rows, jnp.zeros_like(starts[0]), *starts[1:])
-
-
-def _of_late(program: Program, region: Region) -> Schedule:
-    return schedule(program, [(program.outputs[0], region, ALWAYS)], is_late=True)
-
-
-class LateValue(Unread):
-    """The value of a program of cheap operations, given its inputs, of which some are unread."""
-
-    def __init__(self, program: Program, values: Values) -> None:
-        self.program, self.values = program, values
-        for number, const in program.consts.items():
-            values.write(number, EVERYTHING, const)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.program.avals[self.program.outputs[0]].shape
-
-    def read(self, region: Region, beside: Any = None) -> jax.Array:
-        values = self.values.copy()
-        values.beside = beside
-        return _of_late(self.program, region).run(values)[0]
-
-    def rows(self, region: Region, is_row: bool = False) -> "LateValue":
-        """Rows as the value of a program of parts of the arrays, of which again rows can be read."""
-        found, given, parts = _of_late(self.program, region), Values(), []
-        for n, wanted in found.given.items():
-            x = self.values.read(n, LAZY)
-            for each in wanted:
-                if isinstance(x, Unread) and each is not LAZY and each.axis <= 0:
-                    parts.append((n, each, x if each is EVERYTHING else x.rows(each)))
-                else:
-                    given.write(n, EVERYTHING if each is LAZY else each, self.values.read(n, each))
-
-        def part(*arrays: Any) -> Any:
-            values = given.copy()
-            for (n, each, _), array in zip(parts, arrays, strict=True):
-                values.write(n, each, array)
-            [rows] = found.run(values)
-            return jnp.squeeze(rows, 0) if is_row else rows
-
-        shapes = [eval_types(functools.partial(x.read, EVERYTHING)) for *_, x in parts]
-        program = flatten(jax.make_jaxpr(part)(*shapes))
-        return LateValue(program, Values({k: x for k, (*_, x) in enumerate(parts)}))
-
-
-class LateRead(NamedTuple):
-    """A read of a late value; or of :data:`LAZY`, which is passed on unread."""
-
-    read: Read
-    program: Program
-    given: Mapping[int, Iterable[Region]]  # regions of stored values
-    from_host: Sequence[tuple[int, bool]] = ()  # the inputs in host memory, and whether they are read by rows
-
-    def read_from(self, on_host: Mapping[int, Origins], is_by_rows: Callable[[int, Region], bool]) -> "LateRead":
-        """The read, given from which inputs in host memory the values are that it reads."""
-        wanted = [(*origin, *key) for key in self.wanted for origin in on_host.get(key[0], ())]
-        return self._replace(from_host=[(n, rows or is_by_rows(value, region)) for n, rows, value, region in wanted])
-
-    @property
-    def wanted(self) -> Sequence[tuple[int, Region]]:
-        """The regions of stored values that are read."""
-        return [(n, region) for n, wanted in self.given.items() for region in wanted]
-
-    def of(self, values: Values, context: Context, beside: Any = None) -> Any:
-        """What is read; ``beside``: another operand of the operation that reads it."""
-        number, region, in_place, _ = self.read
-        region = EVERYTHING if in_place else context.bound(region)
-        values = values.only(self.given)
-        values.beside = beside
-        if not self.program.eqns:
-            out = values.read(number, region)
-        else:
-            late = LateValue(self.program, values)
-            out = late if region is LAZY else late.read(region, beside)
-        return (out, 0) if in_place else out

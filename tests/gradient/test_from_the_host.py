@@ -203,6 +203,18 @@ def test_no_stack_comes_to_the_device(loss):
     assert whole_stacks(fz.value_and_grad(loss, LORA), fz.offload(params(), LORA, min_bytes=0), X) == []
 
 
+def test_a_while_loop_reads_a_row_in_each_step():
+    def loss(p, x):
+        x = jax.lax.while_loop(
+            lambda carry: carry[0] < p["scale"].shape[0],
+            lambda carry: (carry[0] + 1, block(carry[1], jax.tree.map(lambda w: w[carry[0]], stacks(p)))),
+            (0, x),
+        )[1]
+        return jnp.sum((x @ p["head"]) ** 2)
+
+    check_loss(loss, SPECS["all but the head"], params())
+
+
 @pytest.mark.parametrize("in_parts", [False, True], ids=["value_and_grad", "restrict"])
 def test_the_backward_pass_reads_an_unrolled_layer_again(in_parts):
     """A second read waits for an operand of the backward pass, or XLA would merge it with the first."""

@@ -612,6 +612,20 @@ class TestShardMap:
 
         self.check(local, mesh)
 
+    def test_a_mapped_loss(self, mesh):
+        """Each device computes the wanted rows of the gradient alone."""
+
+        def local(p, x):
+            return lax.psum(jnp.sum(jnp.tanh(x @ p["v"] @ p["w"]) ** 2), ("data", "tp"))
+
+        loss = jax.shard_map(local, mesh=mesh, in_specs=({"w": P(None, "tp"), "v": P()}, P("data")), out_specs=P())
+        params, x = {"w": W, "v": STACKED[0, :, :3].repeat(2, 1)}, X[:4]
+        gradient = lambda p, x: fz.grad(loss, {"w": fz.rows([0, 1, 2, 4]), "v": True})(p, x)["w"].values  # noqa: E731
+        [mapped] = [eqn for eqn in jax.make_jaxpr(gradient)(params, x).eqns if eqn.outvars[0].aval.shape == (2, 4)]
+        assert mapped.primitive.name == "shard_map"
+        expected = jax.grad(loss)(params, x)["w"][jnp.array([3, 5])]
+        chex.assert_trees_all_close(jit(gradient)(params, x), expected, rtol=1e-4, atol=1e-4)
+
     @pytest.mark.parametrize("varies", ["the trainable part", "the rest"])
     def test_what_varies(self, mesh, varies):
         """JAX sums the gradient of what does not vary over the mesh; ``out_specs`` has it checked."""

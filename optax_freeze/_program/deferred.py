@@ -1,0 +1,156 @@
+"""Values that are not read yet: each reader brings to the device, or computes, only the part that it wants."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region
+from optax_freeze._program.trace import Equation, Program
+from optax_freeze._spec.memory_kinds import is_in_blocks
+from optax_freeze._spec.sharding import eval_types
+
+
+class Level:
+    """The evaluation of a program, as far as an operation that has programs of its own knows it.
+
+    ``reads``: where reads of arrays in host memory are noted.
+    """
+
+    reads: list[tuple[Any, Any, bool]] | None
+
+    def operand(self, x: Any) -> Any:
+        """A value, or how it is computed again, for operations that are repeated where their results are read."""
+        raise NotImplementedError
+
+    def is_repeated(self, x: Any) -> bool:
+        """Whether operations that are repeated where their results are read may read a value."""
+        raise NotImplementedError
+
+    def decide(self, eqn: Equation) -> list[bool]:
+        """Which results of an operation decide."""
+        raise NotImplementedError
+
+    def inside(self, program: Program, given: Collection[int], deciding: Collection[Any], reads: Any) -> Any:
+        """The evaluation of a program inside of an operation."""
+        raise NotImplementedError
+
+
+class Reader(NamedTuple):
+    """The operation that reads a deferred value.
+
+    Attributes:
+      eqn: the operation.
+      beside: another operand of it, which is on the device.
+      level: the evaluation of the program that the operation is in.
+      reads: where reads of arrays in host memory are noted: their names, the operation, and whether rows are read.
+    """
+
+    eqn: Any = None
+    beside: Any = None
+    level: Level | None = None
+    reads: list[tuple[Any, Any, bool]] | None = None
+
+
+class Deferred:
+    """An array of which parts are brought to the device, or computed, where they are read."""
+
+    shape: tuple[int, ...]
+    type: Any = None
+    """The type on the device, if it is known."""
+    operations = 1
+    """How many operations, at most, are repeated for each read."""
+    on_host = True
+    """Whether it is computed from arrays in host memory. Of another one, all is computed once if any part of it is read
+    outside of loops."""
+    level: Level | None = None
+    """The evaluation of the program that it is a value of."""
+    array: Any = None
+    """All of it on the device, if it is computed."""
+
+    def read(self, region: Region, reader: Reader) -> Any:
+        """A region on the device."""
+        raise NotImplementedError
+
+    def rows(self, region: Region, is_row: bool = False) -> Any:
+        """Rows along the first axis, not read yet if possible; or one row, without this axis."""
+        raise NotImplementedError
+
+    def is_by_rows(self, region: Region, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
+        """Whether a region can be read without reading more of an array in host memory, or of a table there."""
+        raise NotImplementedError
+
+    def row(self, i: jax.Array) -> Any:
+        """One row along the first axis, not read yet if possible."""
+        return self.rows(DynamicRows(0, i[None]), is_row=True)
+
+
+def part_of(value: Any, region: Region, reader: Reader) -> Any:
+    """A region of a value, which may be an array or a number."""
+    return value.read(region, reader) if isinstance(value, Deferred) else region.take(value)
+
+
+def type_of(value: Any) -> Any:
+    """The type of a value on the device, as an argument of ``jax.make_jaxpr``."""
+    if not isinstance(value, Deferred):
+        return value
+    return eval_types(lambda: value.read(EVERYTHING, Reader())) if value.type is None else value.type
+
+
+class Passed(Deferred):
+    """A value as the operand of a loop or a branch; ``note`` is called if all of it is read there."""
+
+    def __init__(self, value: Any, note: Callable[[], Any] = lambda: None) -> None:
+        self.value, self.note = value, note
+        self.shape, self.operations = value.shape, value.operations if isinstance(value, Deferred) else 1
+        self.on_host = isinstance(value, Deferred) and value.on_host
+
+    def read(self, region: Region, reader: Reader) -> Any:
+        if region is EVERYTHING or not self.is_by_rows(region, is_in_blocks):
+            self.note()
+        return part_of(self.value, region, reader._replace(beside=None))
+
+    def rows(self, region: Region, is_row: bool = False) -> Any:
+        if isinstance(self.value, Deferred):
+            return self.value.rows(region, is_row)
+        rows = region.take(self.value)
+        return Passed(rows[0] if is_row else rows)
+
+    def is_by_rows(self, region: Region, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
+        return not isinstance(self.value, Deferred) or self.value.is_by_rows(region, is_table)
+
+
+class Row(Deferred):
+    """The row of one step, which is read once if the program of the step reads all of it.
+
+    ``is_looked_up``: whether this program reads it only in a few lookups, and in loops.
+    """
+
+    is_looked_up = False
+
+    def __init__(self, value: Deferred) -> None:
+        self.value, self.shape, self.operations, self.on_host = value, value.shape, value.operations, value.on_host
+
+    def read(self, region: Region, reader: Reader) -> Any:
+        is_here = reader.level is not None and reader.level is self.level
+        if self.array is None and is_here and (region is EVERYTHING or not self.on_host):
+            self.array = self.whole(reader)
+        if self.array is not None:
+            return region.take(self.array)
+        return self.whole(reader) if region is EVERYTHING else self.value.read(region, reader)
+
+    def whole(self, reader: Reader) -> Any:
+        """All of it."""
+        return self.value.read(EVERYTHING, reader)
+
+    def rows(self, region: Region, is_row: bool = False) -> Any:
+        return self.value.rows(region, is_row)
+
+    def is_by_rows(self, region: Region, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
+        return self.value.is_by_rows(region, is_table)
+
+
+def row_of(stack: Deferred, i: jax.Array) -> Any:
+    """The row of a step."""
+    row = stack.row(i)
+    return Row(row) if isinstance(row, Deferred) else row

@@ -1,0 +1,217 @@
+"""Evaluates a program some of whose inputs are in host memory, or not read yet.
+
+The program is a gradient of which only the wanted regions are computed, as for arrays on the device. Here it is
+evaluated once more with *chains*: cheap operations on arrays in host memory, on inputs on the device and on numbers,
+which are repeated where their results are read, on the rows that are wanted. So no copy of a weight waits for the
+backward pass. Whatever else reads such a value brings it to the device.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_freeze._jax_internals import Branches, Loop, Mapped, While, inside, primitives
+from optax_freeze._program import host_loops
+from optax_freeze._program.chain import Chain
+from optax_freeze._program.decisions import decisive
+from optax_freeze._program.deferred import Deferred, Level, Passed, Reader, Row, part_of, type_of
+from optax_freeze._program.host_array import HostArray
+from optax_freeze._program.host_lookups import host_lookup
+from optax_freeze._program.operations import is_cheap, is_move
+from optax_freeze._program.recompute import is_repeated
+from optax_freeze._program.regions import (
+    EVERYTHING,
+    DynamicRows,
+    Numbers,
+    Values,
+)
+from optax_freeze._program.trace import Equation, Program, flatten, is_reference
+from optax_freeze._spec.memory_kinds import is_in_blocks, is_on_host
+
+_MOST_LOOKUPS = 2
+"""The most lookups in an array on the device that put together only the rows that they read."""
+_MOST_OPERATIONS = 64
+"""The most operations that are repeated for each read; of more, the value is computed once."""
+
+
+def evaluate(fun: Callable[[Values], Sequence[Any]], values: Values, reads: list[Any] | None = None) -> list[Any]:
+    """``fun(values)``, a list of arrays, where some of the values may be in host memory or not read yet."""
+    return evaluate_in_part(fun, values, None, reads)
+
+
+def evaluate_in_part(
+    fun: Callable[[Values], Sequence[Any]], values: Values, count: int | None, reads: list[Any] | None = None
+) -> list[Any]:
+    """:func:`evaluate`, of which only ``count`` results have to be read."""
+    keys, arrays = [(number, region) for number, region, _ in values.items()], [x for *_, x in values.items()]
+    arrays = [HostArray(x) if is_on_host(x) else x for x in arrays]
+    if not any(isinstance(x, Deferred) for x in arrays):
+        return [*fun(values)]
+
+    def of_arrays(*arrays: Any) -> Sequence[Any]:
+        values = Values()
+        for key, array in zip(keys, arrays, strict=True):
+            values.write(*key, array)
+        return fun(values)
+
+    program = flatten(jax.make_jaxpr(of_arrays)(*map(type_of, arrays)))
+    evaluation = Evaluation(program, range(len(arrays)), reads=reads)
+    found = evaluation.run(arrays)
+    reader = Reader(level=evaluation, reads=reads)
+    return [part_of(x, EVERYTHING, reader) if count is None or n < count else x for n, x in enumerate(found)]
+
+
+class Evaluation(Level):
+    """Evaluates a program whose inputs may not be read yet.
+
+    Args:
+      program: the program.
+      given: the inputs that are stored anyway, or not read yet.
+      deciding: the outputs of which one bit decides about what is computed from them.
+      reads: where reads of arrays in host memory are noted.
+    """
+
+    def __init__(
+        self, program: Program, given: Collection[int], deciding: Collection[Any] = (), reads: Any = None
+    ) -> None:
+        self.program, self.reads = program, reads
+        self._given, self._moved = {*program.consts, *given}, set[int]()
+        self._decisive = decisive(program, deciding)
+        self._values: dict[int, Any] = dict(program.consts)
+        self._chains: dict[int, Chain] = {}  # of values that are computed, too
+
+    def inside(self, program: Program, given: Collection[int], deciding: Collection[Any], reads: Any) -> "Evaluation":
+        """The evaluation of a program inside of an operation."""
+        return Evaluation(program, given, deciding, reads)
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs, some of which may not be read yet."""
+        for number, value in enumerate(inputs):
+            self._write(number, value)
+            if isinstance(value, Deferred):
+                self._moved.add(number)
+                value.level = self if value.level is None else value.level
+            if isinstance(value, Row):
+                readers = [eqn for eqn in self.program.eqns if number in eqn.reads]
+                lookups = [eqn for eqn in readers if host_lookup(eqn) is not None]
+                is_loop = [inside(eqn) is not None for eqn in readers]
+                value.is_looked_up = len(lookups) <= _MOST_LOOKUPS and len(lookups) + sum(is_loop) == len(readers)
+        last = {x: eqn for eqn in self.program.eqns for x in (*eqn.outputs, *eqn.reads)}
+        dropped: dict[int, list[int]] = {}
+        for number in {*last}.difference(x for x in self.program.outputs if isinstance(x, int)):
+            dropped.setdefault(id(last[number]), []).append(number)
+        for eqn in self.program.eqns:
+            with eqn.source.scope():
+                outs = self._apply(eqn, [*map(self.value, eqn.inputs)])
+            for number, out in zip(eqn.outputs, outs, strict=True):
+                self._write(number, out)
+            for number in dropped.get(id(eqn), ()):
+                del self._values[number]
+        return [self.value(x) if isinstance(x, int) else jnp.asarray(x.val) for x in self.program.outputs]
+
+    def run_whole(self, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs on the device."""
+        return [part_of(x, EVERYTHING, Reader(level=self, reads=self.reads)) for x in self.run(inputs)]
+
+    def value(self, x: Any) -> Any:
+        """An array, a number, or a value that is not read yet."""
+        return self._values[x] if isinstance(x, int) else x.val
+
+    def operand(self, x: Any) -> Any:
+        """A value, or how it is computed again, for operations that are repeated where their results are read."""
+        return self._chains[x] if isinstance(x, int) and x in self._chains else self.value(x)
+
+    def is_given(self, x: Any) -> bool:
+        """Whether a value is stored anyway, or computed from such values by cheap operations."""
+        return not isinstance(x, int) or (x in self._given and not isinstance(self._values[x], Deferred))
+
+    def is_repeated(self, x: Any) -> bool:
+        """Whether operations that are repeated where their results are read may read a value."""
+        return self.is_given(x) or isinstance(self.value(x), Deferred)
+
+    def decide(self, eqn: Equation) -> list[bool]:
+        """Which results of an operation decide."""
+        return [number in self._decisive for number in eqn.outputs]
+
+    def _write(self, number: int, value: Any) -> None:
+        if isinstance(value, Chain) and value.array is not None:
+            self._chains[number], value = value, value.array
+        self._values[number] = value
+
+    def _apply(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
+        """The results of an operation."""
+        if eqn.primitive is jax.lax.optimization_barrier_p:
+            return self._behind_barrier(eqn)
+        if is_move(eqn) and all(self.is_given(x) or x in self._moved for x in eqn.inputs):
+            self._moved.update(eqn.outputs)
+        is_deferred = any(isinstance(x, Deferred) for x in operands)
+        chains = self._chained(eqn, is_deferred)
+        if not is_deferred:
+            outs = eqn.bind_all(*operands)
+            for chain, out in zip(chains, outs, strict=False):
+                chain.array = out
+            self._given.update(eqn.outputs if chains else ())
+            return chains or outs
+        if chains:
+            return chains
+        beside = next((x for x in operands if isinstance(x, jax.Array)), None)
+        reader = Reader(eqn, beside, self, self.reads)
+        outs = self._by_parts(eqn, operands, reader)
+        return eqn.bind_all(*(part_of(x, EVERYTHING, reader) for x in operands)) if outs is None else outs
+
+    def _by_parts(self, eqn: Equation, operands: list[Any], reader: Reader) -> Sequence[Any] | None:
+        """The results of an operation that reads only parts of values that are not read yet; None of another one."""
+        found = inside(eqn)
+        if isinstance(found, Loop) and found.length:
+            return host_loops.scan(self, eqn, found, operands, reader)
+        if isinstance(found, While):
+            return host_loops.while_loop(self, eqn, found, operands, reader)
+        if isinstance(found, Branches) and not found.by_platform and not eqn.has_effects:
+            return host_loops.cond(self, eqn, found, operands, reader)
+        if isinstance(found, Mapped) and not eqn.has_effects:
+            return host_loops.shard_map(self, eqn, found, operands, reader)
+        if (lookup := host_lookup(eqn)) is None:
+            return None
+        place, apply = lookup
+        table, row = operands[place], DynamicRows(0, Numbers(None, 1))
+        if not isinstance(table, Deferred) or not table.is_by_rows(row, is_in_blocks):
+            return None
+        if not table.on_host and not isinstance(table, Passed) and not (isinstance(table, Row) and table.is_looked_up):
+            return None
+        others = [x if i == place else part_of(x, EVERYTHING, reader) for i, x in enumerate(operands)]
+        return [apply(eqn, others, reader._replace(level=None))]  # only the rows
+
+    def _behind_barrier(self, eqn: Equation) -> Sequence[Any]:
+        """What is not read yet passes a barrier. A reference is not a result of one."""
+        numbers = [x for x, aval in zip(eqn.inputs, eqn.avals_in, strict=True) if not is_reference(aval)]
+        assert all(isinstance(x, int) for x in numbers)
+        for known in (self._moved, self._given):
+            known.update(out for x, out in zip(numbers, eqn.outputs, strict=True) if x in known)
+        arrays = [x for x in map(self.value, eqn.inputs) if not isinstance(x, Deferred)]
+        outs, found = iter(eqn.bind_all(*arrays) if arrays else ()), []
+        for x, number in zip(numbers, eqn.outputs, strict=True):
+            is_deferred = isinstance(self.value(x), Deferred)
+            found.append(self.value(x) if is_deferred else next(outs))
+            if x in self._chains:
+                self._chains[number] = self._chains[x]
+        return found
+
+    def _chained(self, eqn: Equation, is_deferred: bool) -> list[Chain]:
+        """The results as chains; none if the operation is not repeated.
+
+        What decides is computed once, unless operations only moved it.
+        """
+        if eqn.has_effects or not (self._decisive - self._moved).isdisjoint(eqn.outputs):
+            return []
+        is_placed = eqn.primitive is jax.lax.scatter_p and isinstance(self.value(eqn.inputs[0]), Deferred)
+        once = (jax.lax.gather_p, primitives.scan_p)
+        if not is_placed and not (is_repeated(eqn) and eqn.primitive not in once if is_deferred else is_cheap(eqn)):
+            return []
+        pairs = zip(eqn.inputs, eqn.avals_in, strict=True)
+        if not all(self.is_repeated(x) or (is_deferred and not aval.shape) for x, aval in pairs):
+            return []
+        operands = [*map(self.operand, eqn.inputs)]
+        chains = [Chain(eqn, place, operands, self) for place in range(len(eqn.outputs))]
+        return chains if chains and chains[0].operations <= _MOST_OPERATIONS else []
