@@ -415,7 +415,7 @@ _BY_FILE = {
     ],
     ("_program/chain.py", "tests/gradient/test_from_the_host.py"): [
         (
-            "if is_here and not self.on_host and self.array is None:",
+            "if is_here and not self.on_host and self.computed is None:",
             "if False:",
             "tests/gradient/test_dynamic_row_gradients.py -k halves",
         ),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_freeze._program.deferred import Deferred, Passed, Reader, Row, part_of, type_of
+from optax_freeze._program.deferred import Deferred, Input, Reader, part_of, type_of
 from optax_freeze._program.from_host import Evaluation
 from optax_freeze._program.regions import EVERYTHING
 from optax_freeze._program.trace import Program, flatten
@@ -45,12 +45,12 @@ class LeafInRows(NamedTuple):
         return len(spec) > 0 and spec[0] is not None
 
 
-class DeferredLeaf(Row):
+class DeferredLeaf(Input):
     """A leaf of which only the rows are put together that are read; or once all of it, if all of it is read."""
 
     def __init__(self, leaf: LeafInRows, array: Any, rows: Any, numbers: Sequence[Any], struct: Any) -> None:
-        array = array if isinstance(array, Deferred) else Passed(array)
-        self.on_host = array.on_host
+        array = array if isinstance(array, Deferred) else Input(array)
+        self.on_host, self.note = array.on_host, lambda: None
         self.leaf, self.given, self.type, self.shape = leaf, [array, rows, *numbers], struct, struct.shape
 
     def whole(self, reader: Reader) -> Any:

@@ -145,7 +145,7 @@ class _Call:
         values = Values(dict(enumerate(given)))
         found = evaluate_in_part(lambda values: gradient.forward(values, context), values, gradient.outs)
         # An array of the device that was computed anyway is stored; what only loops read is computed again.
-        stored = [x.array if isinstance(x, Chain) and x.array is not None else x for x in found[gradient.outs :]]
+        stored = [x.computed if isinstance(x, Chain) and x.computed is not None else x for x in found[gradient.outs :]]
         recipes = Recipes(stored, given, arrays := [])
         return found[: gradient.outs], (_Backward(gradient, perturbed, recipes), arrays)
 

@@ -31,7 +31,7 @@ class Chain(Deferred):
     Attributes:
       eqn: the operation; ``place``: of the result.
       operands: values, of which arrays are stored anyway.
-      array: the result, if it is computed anyway. Rows of it are computed again from rows.
+      computed: the result, if it is computed anyway. Rows of it are computed again from rows.
     """
 
     def __init__(self, eqn: Equation, place: int, operands: Sequence[Any], level: Level | None = None) -> None:
@@ -59,10 +59,10 @@ class Chain(Deferred):
 
     def _inside(self, program: Program) -> Any:
         assert self.level is not None  # the evaluation that made it, or whose input it is
-        return self.level.inside(program, range(program.num_inputs), (), None)
+        return self.level.inside(program, range(program.num_inputs))
 
-    def is_by_rows(self, region: Region, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
-        return region.axis == 0 and all(x.is_by_rows(r, is_table) for x, r in self._requests(region, {}))
+    def is_by_rows(self, region: Region, in_blocks: bool = False) -> bool:
+        return region.axis == 0 and all(x.is_by_rows(r, in_blocks) for x, r in self._requests(region, {}))
 
     @if_undecided(None)
     def _computation(self, region: Region) -> Computation | None:
@@ -100,7 +100,7 @@ class Chain(Deferred):
     def _requests(self, region: Region, found: dict[Any, Any]) -> list[tuple[Deferred, Region]]:
         """The regions of other values than chains, not read yet, from which a region is computed."""
         is_empty = without_elements(region, self.eqn.avals_out[self.place]) is not None
-        if self.array is not None or (self, region) in found or is_empty:
+        if self.computed is not None or (self, region) in found or is_empty:
             return []
         found[self, region] = True
         branches = inside(self.eqn)
@@ -118,16 +118,16 @@ class Chain(Deferred):
     def _read(self, region: Region, reader: Reader, known: dict[Any, Any]) -> Any:
         """A region; ``known``: regions of values that are computed."""
         is_here = reader.level is not None and reader.level is self.level
-        if is_here and not self.on_host and self.array is None:
-            self.array = self._computed(EVERYTHING, reader, known)
-        if self.array is not None and (region is EVERYTHING or is_here):
-            return region.take(self.array)
+        if is_here and not self.on_host and self.computed is None:
+            self.computed = self._compute(EVERYTHING, reader, known)
+        if self.computed is not None and (region is EVERYTHING or is_here):
+            return region.take(self.computed)
         if (id(self), region) in known:
             return known[id(self), region]
-        known[id(self), region] = self._computed(region, reader, known)
+        known[id(self), region] = self._compute(region, reader, known)
         return known[id(self), region]
 
-    def _computed(self, region: Region, reader: Reader, known: dict[Any, Any]) -> Any:
+    def _compute(self, region: Region, reader: Reader, known: dict[Any, Any]) -> Any:
         eqn, computed, branches = self.eqn, self._computation(region), inside(self.eqn)
         empty = without_elements(region, eqn.avals_out[self.place])
         with eqn.source.scope():

@@ -1,17 +1,16 @@
 """Values that are not read yet: each reader brings to the device, or computes, only the part that it wants."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region
 from optax_freeze._program.trace import Equation, Program
-from optax_freeze._spec.memory_kinds import is_in_blocks
 from optax_freeze._spec.sharding import eval_types
 
 
-class Level:
+class Level(Protocol):
     """The evaluation of a program, as far as an operation that has programs of its own knows it.
 
     ``reads``: where reads of arrays in host memory are noted.
@@ -21,19 +20,26 @@ class Level:
 
     def operand(self, x: Any) -> Any:
         """A value, or how it is computed again, for operations that are repeated where their results are read."""
-        raise NotImplementedError
+        ...
 
     def is_repeated(self, x: Any) -> bool:
         """Whether operations that are repeated where their results are read may read a value."""
-        raise NotImplementedError
+        ...
 
     def decide(self, eqn: Equation) -> list[bool]:
         """Which results of an operation decide."""
-        raise NotImplementedError
+        ...
 
-    def inside(self, program: Program, given: Collection[int], deciding: Collection[Any], reads: Any) -> Any:
-        """The evaluation of a program inside of an operation."""
-        raise NotImplementedError
+    def inside(
+        self,
+        program: Program,
+        given: Collection[int],
+        deciding: Collection[Any] = (),
+        reads: Any = None,
+        waits: bool = False,
+    ) -> Any:
+        """The evaluation of a program inside of an operation; ``waits``: whether second reads wait there."""
+        ...
 
 
 class Reader(NamedTuple):
@@ -65,7 +71,7 @@ class Deferred:
     outside of loops."""
     level: Level | None = None
     """The evaluation of the program that it is a value of."""
-    array: Any = None
+    computed: Any = None
     """All of it on the device, if it is computed."""
 
     def read(self, region: Region, reader: Reader) -> Any:
@@ -76,8 +82,8 @@ class Deferred:
         """Rows along the first axis, not read yet if possible; or one row, without this axis."""
         raise NotImplementedError
 
-    def is_by_rows(self, region: Region, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
-        """Whether a region can be read without reading more of an array in host memory, or of a table there."""
+    def is_by_rows(self, region: Region, in_blocks: bool = False) -> bool:
+        """Whether a region is read without reading all of an array in host memory; of a matrix, by ``in_blocks``."""
         raise NotImplementedError
 
     def row(self, i: jax.Array) -> Any:
@@ -97,60 +103,39 @@ def type_of(value: Any) -> Any:
     return eval_types(lambda: value.read(EVERYTHING, Reader())) if value.type is None else value.type
 
 
-class Passed(Deferred):
-    """A value as the operand of a loop or a branch; ``note`` is called if all of it is read there."""
+class Input(Deferred):
+    """An input of a program, which is read once if the program reads all of it; ``note`` is then called.
+
+    ``is_looked_up``: whether the program reads it only in a few lookups, and in loops.
+    """
+
+    is_looked_up = False
 
     def __init__(self, value: Any, note: Callable[[], Any] = lambda: None) -> None:
-        self.value, self.note = value, note
-        self.shape, self.operations = value.shape, value.operations if isinstance(value, Deferred) else 1
-        self.on_host = isinstance(value, Deferred) and value.on_host
+        self.value, self.note, self.shape = value, note, value.shape
+        self.on_host, self.operations = False, 1
+        if isinstance(value, Deferred):
+            self.on_host, self.operations = value.on_host, value.operations
 
     def read(self, region: Region, reader: Reader) -> Any:
-        if region is EVERYTHING or not self.is_by_rows(region, is_in_blocks):
+        if region is EVERYTHING or not self.is_by_rows(region, in_blocks=True):
             self.note()
-        return part_of(self.value, region, reader._replace(beside=None))
+        is_here = reader.level is not None and reader.level is self.level
+        if self.computed is None and is_here and (region is EVERYTHING or not self.on_host):
+            self.computed = self.whole(reader)
+        if self.computed is not None:
+            return region.take(self.computed)
+        return self.whole(reader) if region is EVERYTHING else part_of(self.value, region, reader)
+
+    def whole(self, reader: Reader) -> Any:
+        """All of it."""
+        return part_of(self.value, EVERYTHING, reader)
 
     def rows(self, region: Region, is_row: bool = False) -> Any:
         if isinstance(self.value, Deferred):
             return self.value.rows(region, is_row)
         rows = region.take(self.value)
-        return Passed(rows[0] if is_row else rows)
+        return Input(rows[0] if is_row else rows)
 
-    def is_by_rows(self, region: Region, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
-        return not isinstance(self.value, Deferred) or self.value.is_by_rows(region, is_table)
-
-
-class Row(Deferred):
-    """The row of one step, which is read once if the program of the step reads all of it.
-
-    ``is_looked_up``: whether this program reads it only in a few lookups, and in loops.
-    """
-
-    is_looked_up = False
-
-    def __init__(self, value: Deferred) -> None:
-        self.value, self.shape, self.operations, self.on_host = value, value.shape, value.operations, value.on_host
-
-    def read(self, region: Region, reader: Reader) -> Any:
-        is_here = reader.level is not None and reader.level is self.level
-        if self.array is None and is_here and (region is EVERYTHING or not self.on_host):
-            self.array = self.whole(reader)
-        if self.array is not None:
-            return region.take(self.array)
-        return self.whole(reader) if region is EVERYTHING else self.value.read(region, reader)
-
-    def whole(self, reader: Reader) -> Any:
-        """All of it."""
-        return self.value.read(EVERYTHING, reader)
-
-    def rows(self, region: Region, is_row: bool = False) -> Any:
-        return self.value.rows(region, is_row)
-
-    def is_by_rows(self, region: Region, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
-        return self.value.is_by_rows(region, is_table)
-
-
-def row_of(stack: Deferred, i: jax.Array) -> Any:
-    """The row of a step."""
-    row = stack.row(i)
-    return Row(row) if isinstance(row, Deferred) else row
+    def is_by_rows(self, region: Region, in_blocks: bool = False) -> bool:
+        return not isinstance(self.value, Deferred) or self.value.is_by_rows(region, in_blocks)

@@ -16,7 +16,7 @@ from optax_freeze._jax_internals import Branches, Loop, Mapped, While, inside, p
 from optax_freeze._program import host_loops
 from optax_freeze._program.chain import Chain
 from optax_freeze._program.decisions import decisive
-from optax_freeze._program.deferred import Deferred, Level, Passed, Reader, Row, part_of, type_of
+from optax_freeze._program.deferred import Deferred, Input, Reader, part_of, type_of
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.host_lookups import host_lookup
 from optax_freeze._program.operations import is_cheap, is_move
@@ -28,7 +28,7 @@ from optax_freeze._program.regions import (
     Values,
 )
 from optax_freeze._program.trace import Equation, Program, flatten, is_reference
-from optax_freeze._spec.memory_kinds import is_in_blocks, is_on_host
+from optax_freeze._spec.memory_kinds import is_on_host
 
 _MOST_LOOKUPS = 2
 """The most lookups in an array on the device that put together only the rows that they read."""
@@ -63,7 +63,7 @@ def evaluate_in_part(
     return [part_of(x, EVERYTHING, reader) if count is None or n < count else x for n, x in enumerate(found)]
 
 
-class Evaluation(Level):
+class Evaluation:
     """Evaluates a program whose inputs may not be read yet.
 
     Args:
@@ -71,20 +71,33 @@ class Evaluation(Level):
       given: the inputs that are stored anyway, or not read yet.
       deciding: the outputs of which one bit decides about what is computed from them.
       reads: where reads of arrays in host memory are noted.
+      waits: whether a second read of an array in host memory waits for another operand of its reader.
     """
 
     def __init__(
-        self, program: Program, given: Collection[int], deciding: Collection[Any] = (), reads: Any = None
+        self,
+        program: Program,
+        given: Collection[int],
+        deciding: Collection[Any] = (),
+        reads: Any = None,
+        waits: bool = True,
     ) -> None:
-        self.program, self.reads = program, reads
+        self.program, self.reads, self._waits = program, reads, waits
         self._given, self._moved = {*program.consts, *given}, set[int]()
         self._decisive = decisive(program, deciding)
         self._values: dict[int, Any] = dict(program.consts)
         self._chains: dict[int, Chain] = {}  # of values that are computed, too
 
-    def inside(self, program: Program, given: Collection[int], deciding: Collection[Any], reads: Any) -> "Evaluation":
+    def inside(
+        self,
+        program: Program,
+        given: Collection[int],
+        deciding: Collection[Any] = (),
+        reads: Any = None,
+        waits: bool = False,
+    ) -> "Evaluation":
         """The evaluation of a program inside of an operation."""
-        return Evaluation(program, given, deciding, reads)
+        return Evaluation(program, given, deciding, reads, waits)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """The outputs, some of which may not be read yet."""
@@ -93,7 +106,7 @@ class Evaluation(Level):
             if isinstance(value, Deferred):
                 self._moved.add(number)
                 value.level = self if value.level is None else value.level
-            if isinstance(value, Row):
+            if isinstance(value, Input):
                 readers = [eqn for eqn in self.program.eqns if number in eqn.reads]
                 lookups = [eqn for eqn in readers if host_lookup(eqn) is not None]
                 is_loop = [inside(eqn) is not None for eqn in readers]
@@ -136,8 +149,8 @@ class Evaluation(Level):
         return [number in self._decisive for number in eqn.outputs]
 
     def _write(self, number: int, value: Any) -> None:
-        if isinstance(value, Chain) and value.array is not None:
-            self._chains[number], value = value, value.array
+        if isinstance(value, Chain) and value.computed is not None:
+            self._chains[number], value = value, value.computed
         self._values[number] = value
 
     def _apply(self, eqn: Equation, operands: list[Any]) -> Sequence[Any]:
@@ -151,12 +164,12 @@ class Evaluation(Level):
         if not is_deferred:
             outs = eqn.bind_all(*operands)
             for chain, out in zip(chains, outs, strict=False):
-                chain.array = out
+                chain.computed = out
             self._given.update(eqn.outputs if chains else ())
             return chains or outs
         if chains:
             return chains
-        beside = next((x for x in operands if isinstance(x, jax.Array)), None)
+        beside = next((x for x in operands if self._waits and isinstance(x, jax.Array)), None)
         reader = Reader(eqn, beside, self, self.reads)
         outs = self._by_parts(eqn, operands, reader)
         return eqn.bind_all(*(part_of(x, EVERYTHING, reader) for x in operands)) if outs is None else outs
@@ -176,9 +189,9 @@ class Evaluation(Level):
             return None
         place, apply = lookup
         table, row = operands[place], DynamicRows(0, Numbers(None, 1))
-        if not isinstance(table, Deferred) or not table.is_by_rows(row, is_in_blocks):
+        if not isinstance(table, Deferred) or not table.is_by_rows(row, in_blocks=True):
             return None
-        if not table.on_host and not isinstance(table, Passed) and not (isinstance(table, Row) and table.is_looked_up):
+        if not table.on_host and not (isinstance(table, Input) and table.is_looked_up):
             return None
         others = [x if i == place else part_of(x, EVERYTHING, reader) for i, x in enumerate(operands)]
         return [apply(eqn, others, reader._replace(level=None))]  # only the rows

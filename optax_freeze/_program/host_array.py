@@ -1,6 +1,6 @@
 """Arrays in host memory, of which rows are brought to the device where they are read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -74,9 +74,9 @@ class HostArray(Deferred):
         if reader.reads is not None:
             reader.reads.append((self.name, reader.eqn, by_rows))
 
-    def is_by_rows(self, region: Region, is_table: Callable[[Sequence[int]], bool] = lambda _: False) -> bool:
-        is_in_table = isinstance(region, DynamicRows) and is_table(self.shape)
-        return region.axis == 0 and (len(self.shape) >= FEWEST_AXES or is_in_table)
+    def is_by_rows(self, region: Region, in_blocks: bool = False) -> bool:
+        is_block = in_blocks and isinstance(region, DynamicRows) and is_in_blocks(self.shape)
+        return region.axis == 0 and (len(self.shape) >= FEWEST_AXES or is_block)
 
     def _slice(self, array: Any, start: Any = None, count: int = 1) -> jax.Array:
         """``count`` rows from ``start`` on of the row, or the row itself."""

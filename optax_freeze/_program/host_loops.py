@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_freeze._jax_internals import Branches, ClosedJaxpr, Loop, Mapped, While, evaluate_program
 from optax_freeze._program.decisions import results_that_decide
-from optax_freeze._program.deferred import Deferred, Level, Passed, Reader, part_of, row_of
+from optax_freeze._program.deferred import Deferred, Input, Level, Reader, part_of
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Numbers
 from optax_freeze._program.trace import Equation, flatten
@@ -30,7 +30,7 @@ def scan(level: Level, eqn: Equation, loop: Loop, operands: Sequence[Any], reade
 
     def step(passed: Sequence[Any], reads: Any, i: Any, carry: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
         inner, left = level.inside(program, given, deciding, reads), iter(rows)
-        of_step = [next(left) if here else row_of(x, i) for x, here in zip(stacks, sliced, strict=True)]
+        of_step = [next(left) if here else _row(x, i) for x, here in zip(stacks, sliced, strict=True)]
         return inner.run_whole([*passed, *carry, *of_step])
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -64,6 +64,11 @@ def while_loop(level: Level, eqn: Equation, loop: While, operands: Sequence[Any]
     return jax.lax.while_loop(goes_on, lambda carry: evaluate_program(body, *carry), carry)
 
 
+def _row(stack: Deferred, i: jax.Array) -> Any:
+    row = stack.row(i)
+    return Input(row) if isinstance(row, Deferred) else row
+
+
 def _has_rows(stack: Any) -> bool:
     return isinstance(stack, Deferred) and stack.is_by_rows(DynamicRows(0, Numbers(None, 1)))
 
@@ -74,7 +79,7 @@ def _traced(step: Callable[..., list[Any]], consts: list[Any], types: Sequence[A
         whole: set[int] = set()
         reads: list[Any] = []
         passed = [
-            Passed(x, functools.partial(whole.add, p)) if isinstance(x, Deferred) and x.array is None else x
+            Input(x, functools.partial(whole.add, p)) if isinstance(x, Deferred) and x.computed is None else x
             for p, x in enumerate(consts)
         ]
         body = jax.make_jaxpr(functools.partial(step, passed, reads))(*types)
@@ -91,7 +96,7 @@ def cond(level: Level, eqn: Equation, found: Branches, operands: Sequence[Any], 
     """The results of the branch that is taken, which reads what it needs."""
     given = {p for p, x in enumerate(eqn.inputs[1:]) if level.is_repeated(x)}
     pairs = zip(eqn.inputs[1:], operands[1:], strict=True)
-    passed = [Passed(x) if isinstance(x, Deferred) else level.operand(n) for n, x in pairs]
+    passed = [Input(x) if isinstance(x, Deferred) else level.operand(n) for n, x in pairs]
 
     def run(branch: ClosedJaxpr) -> list[Any]:
         program = flatten(branch)
@@ -114,7 +119,7 @@ def shard_map(
 
     def of_shards(*arrays: Any) -> list[Any]:
         values = [HostArray(x, name=shards[p].name) if p in shards else x for p, x in enumerate(arrays)]
-        return level.inside(program, given, deciding, reader.reads).run_whole(values)
+        return level.inside(program, given, deciding, reader.reads, waits=True).run_whole(values)
 
     mapped = jax.shard_map(
         of_shards,
@@ -129,6 +134,6 @@ def shard_map(
 
 def _host_array(value: Any) -> HostArray | None:
     """A whole array in host memory, as such or passed into a loop or a branch."""
-    while isinstance(value, Passed):
+    while isinstance(value, Input):
         value = value.value
     return value if isinstance(value, HostArray) and value.is_whole else None
