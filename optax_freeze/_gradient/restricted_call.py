@@ -17,13 +17,14 @@ from jax.core import Tracer
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
 from optax_freeze._gradient.gradient_program import GradientProgram, gradient_program
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, DeferredLeaf, LeafInRows, types_of
-from optax_freeze._jax_internals import ClosedJaxpr, evaluate_program, lacks_reverse_mode, needs_value
+from optax_freeze._jax_internals import ClosedJaxpr, evaluate_program, inside, lacks_reverse_mode, needs_value
 from optax_freeze._program.chain import Chain, Recipes
 from optax_freeze._program.from_host import evaluate, evaluate_in_part
 from optax_freeze._program.host_array import HostArray
+from optax_freeze._program.operations import Cost, is_cheap, rule_of
 from optax_freeze._program.regions import EVERYTHING, Values, names_of, numbers_of, region_of, zero_outside
 from optax_freeze._program.tasks import ALWAYS, Context
-from optax_freeze._program.trace import is_inexact
+from optax_freeze._program.trace import Equation, is_inexact
 from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced
 from optax_freeze._program.walk import schedule
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
@@ -68,6 +69,10 @@ def call_restricted(fun: Callable[..., T], trainable: PyTree, rest: PyTree, comp
     return of_leaves(*(x.whole() if isinstance(x, LeafInRows) else to_device(x) for x in found))
 
 
+def _reads_all(eqn: Equation) -> bool:
+    return inside(eqn) is None and not is_cheap(eqn) and rule_of(eqn).cost is not Cost.BARRIER
+
+
 class _Inputs(NamedTuple):
     """The arrays of a call, all explicit: a custom derivative cannot close over tracers."""
 
@@ -95,6 +100,7 @@ class _Call:
     Attributes:
       names: of the dynamic rows of each leaf.
       leaves: the types of the leaves that are frozen by rows, in parts; None for others.
+      whole: the numbers of leaves, and of other values, of which an operation reads everything.
       others: the numbers of the other tracers that the function reads.
     """
 
@@ -105,6 +111,8 @@ class _Call:
         self.structs = [as_argument(x) if struct is None else struct for x, struct in zip(leaves, structs, strict=True)]
         self.traced = Traced(fun, self.structs)
         self.program = self.traced.program
+        # Loops and lookups read rows, and barriers nothing; what cheap operations read is known when they are read.
+        self.whole = {number for eqn in self.program.eqns if _reads_all(eqn) for number in eqn.reads}
         self.others = [number for number, const in self.program.consts.items() if isinstance(const, Tracer)]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -121,11 +129,11 @@ class _Call:
         """The leaves, of which parts are read, or put together."""
         found, is_mapped = [], jax.sharding.get_abstract_mesh().manual_axes
         each = zip(self.leaves, self.structs, inputs.arrays, inputs.rows, inputs.numbers, strict=True)
-        for leaf, struct, array, rows, numbers in each:
+        for i, (leaf, struct, array, rows, numbers) in enumerate(each):
             # Inside shard_map, rows whose numbers vary over the mesh would have another type than the leaf.
             on_host = is_on_host(array)
             array = HostArray(array, (lambda _: True) if was_read else None) if on_host else array
-            if leaf is not None and not on_host and (is_mapped or leaf.is_read_whole):
+            if leaf is not None and not on_host and (i in self.whole or is_mapped or leaf.is_read_whole):
                 array = leaf.put_together(array, rows, numbers)
             elif leaf is not None:
                 array = DeferredLeaf(leaf, array, rows, numbers, struct)

@@ -106,12 +106,16 @@ class Evaluation:
             if isinstance(value, Deferred):
                 self._moved.add(number)
                 value.level = self if value.level is None else value.level
-            if isinstance(value, Input):
-                readers = [eqn for eqn in self.program.eqns if number in eqn.reads]
-                lookups = [eqn for eqn in readers if host_lookup(eqn) is not None]
-                is_loop = [inside(eqn) is not None for eqn in readers]
-                value.is_looked_up = len(lookups) <= _MOST_LOOKUPS and len(lookups) + sum(is_loop) == len(readers)
-        last = {x: eqn for eqn in self.program.eqns for x in (*eqn.outputs, *eqn.reads)}
+        last: dict[int, Equation] = {}
+        readers: dict[int, list[Equation]] = {n: [] for n, x in enumerate(inputs) if isinstance(x, Input)}
+        for eqn in self.program.eqns:
+            for number in (*eqn.outputs, *eqn.reads):
+                last[number] = eqn
+                if number in readers:
+                    readers[number].append(eqn)
+        for number, eqns in readers.items():
+            lookups = [host_lookup(eqn) is not None for eqn in eqns if inside(eqn) is None]
+            inputs[number].is_looked_up = all(lookups) and len(lookups) <= _MOST_LOOKUPS
         dropped: dict[int, list[int]] = {}
         for number in {*last}.difference(x for x in self.program.outputs if isinstance(x, int)):
             dropped.setdefault(id(last[number]), []).append(number)

@@ -95,11 +95,11 @@ def _traced(step: Callable[..., list[Any]], consts: list[Any], types: Sequence[A
 def cond(level: Level, eqn: Equation, found: Branches, operands: Sequence[Any], reader: Reader) -> Sequence[Any]:
     """The results of the branch that is taken, which reads what it needs."""
     given = {p for p, x in enumerate(eqn.inputs[1:]) if level.is_repeated(x)}
-    pairs = zip(eqn.inputs[1:], operands[1:], strict=True)
-    passed = [Input(x) if isinstance(x, Deferred) else level.operand(n) for n, x in pairs]
+    pairs = [*zip(eqn.inputs[1:], operands[1:], strict=True)]
 
     def run(branch: ClosedJaxpr) -> list[Any]:
         program = flatten(branch)
+        passed = [Input(x) if isinstance(x, Deferred) else level.operand(n) for n, x in pairs]
         deciding = [*compress(program.outputs, level.decide(eqn))]
         return level.inside(program, given, deciding, reader.reads).run_whole(passed)
 
