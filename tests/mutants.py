@@ -650,11 +650,6 @@ _BY_FILE = {
         ("for leaf, found in pairs if leaf.may_train for", "for leaf, found in pairs for", "-k do_not_combine"),
         ("and both is not True else", "else", "-k do_not_combine"),
     ],
-    ("_spec/combined_masks.py", "tests/spec/test_masks.py"): [
-        ("if first.axis == second.axis:", "if True:", "-k 'do_not_combine or rows_with_rows'"),
-        ("np.logical_or if either else np.logical_and", "np.logical_or", "-k rows_with_rows"),
-        ("return either if second.frozen(0) is either else a", "return a", "-k rows_with_rows"),
-    ],
     ("_spec/labels.py", "tests/spec/test_labels.py"): [
         ("scaled(factor**i)", "scaled(factor * i)", ""),
         ("fix if isinstance(word, Selector) else ", "", "-k of_selectors"),
@@ -694,8 +689,11 @@ _BY_FILE = {
         ("named.astype(jnp.int32) if named.dtype.itemsize < 4 else named", "named", "-k given_twice"),
         ("return array if is_concrete(array) else numbers", "return array", "-k outside_of_a_program"),
     ],
-    ("_spec/masks.py", "tests/state/test_dynamic_rows.py"): [
-        ("index.stop is None and not self.allow_empty:", "False:", "tests/spec/test_masks.py -k selects_no_row"),
+    ("_spec/masks.py", "tests/spec/test_masks.py"): [
+        ("index.stop is None and not self.allow_empty:", "False:", "-k selects_no_row"),
+        ("if a.fit(leaf).axis == b.fit(leaf).axis:", "if True:", "-k 'do_not_combine or rows_with_rows'"),
+        ("first | second if either else first & second", "first | second", "-k rows_with_rows"),
+        ("return either if (rows.count == rows.size) is either else other", "return other", "-k rows_with_rows"),
     ],
     ("_spec/merge_pretrained.py", "tests/spec/test_merge_pretrained.py"): [
         ("found |= {i for i in hits if i in reasons}", "found |= set(hits)", "-k ignore"),
@@ -757,11 +755,18 @@ _BY_FILE = {
     ],
     ("_spec/selection.py", "tests/spec/test_masks.py"): [
         ("part.values if like is None else like,", "part.values,", "tests/state/test_state_shardings.py -k Explicit"),
-        ("in [(trains, False), (frozen, True)]", "in [(trains, False)]", "-k does_not_grow_with_the_rows"),
-        ("if len(trains) > _FEW else []", "if len(trains) > 1 else []", "-k record_of_no_selection"),
+    ],
+    ("_spec/row_set.py", "tests/spec/test_masks.py"): [
+        ("in [(runs, False), (_gaps(size, runs), True)]", "in [(runs, False)]", "-k does_not_grow_with_the_rows"),
+        ("if len(runs) > FEW else []", "if len(runs) > 1 else []", "-k record_of_no_selection"),
+        (
+            "return found if (found.as_json(), found.others) == (rows, others) else None",
+            "return found",
+            "-k record_of_no",
+        ),
     ],
     ("_spec/selection_record.py", "tests/spec/test_masks.py"): [
-        ("if record_of(selection) == record:", "if True:", "-k record_of_no_selection"),
+        ("0 < found.count < found.size", "True", "-k record_of_no_selection"),
         ("and 0 < count <= math.prod(shape) if compact else", "if compact else", "tests/test_checkpoint.py -k Damaged"),
     ],
     ("_spec/sharding.py", "tests/state/test_state_shardings.py"): [

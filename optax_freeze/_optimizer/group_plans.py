@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
@@ -16,12 +15,12 @@ from optax_freeze._optimizer.group_state import GroupLeaves
 from optax_freeze._optimizer.leaf_updates import zero
 from optax_freeze._optimizer.parse_groups import GivenGroup
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Choice, Elements, StaticRows, elements, rows
+from optax_freeze._spec.masks import Choice, Elements, StaticRows, elements, mask_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.plan_digest import PlanLine
 from optax_freeze._spec.plan_nodes import register_as_static
 from optax_freeze._spec.resolve import Tied, plan_of_choices, register_with_flax
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 from optax_freeze._spec.untrainable import refuse_untrainable
@@ -208,22 +207,20 @@ def _claim(
                 expected="a full leaf",
                 fix="give the group the whole Part: a condition without a mask",
             )
-        taken[i], own = (group.mask, group.mask) if taken[i] is False else _join(taken[i], group.mask, leaf)
-        others[i] = ~own
+        taken[i], others[i] = (group.mask, ~group.mask) if taken[i] is False else _join(taken[i], group.mask, leaf)
     return others
 
 
 def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
-    """The union of two element masks of a leaf, and what of the second is not in the first."""
+    """The union of two element masks of a leaf, and all but what of the second is not in the first."""
     if isinstance(before, Elements) and isinstance(mask, Elements) and before.compact == mask.compact:
         with jax.ensure_compile_time_eval():  # compact elements are counted
             a, b = jnp.asarray(before.array), jnp.asarray(mask.array)
-            return elements(a | b, compact=mask.compact), elements(b & ~a, compact=mask.compact)
+            return elements(a | b, compact=mask.compact), elements(a | ~b, compact=mask.compact)
     ndim = len(leaf.shape or ()) or 1
     if isinstance(before, StaticRows) and isinstance(mask, StaticRows) and before.axis % ndim == mask.axis % ndim:
-        a, b = (_rows_named(each, leaf) for each in (before, mask))
-        both, new = (rows(np.flatnonzero(named).tolist(), mask.axis) for named in (a | b, b & ~a))
-        return both, new
+        a, b = before.frozen_rows(leaf), mask.frozen_rows(leaf)
+        return mask_of(a | b, mask.axis), mask_of(a | ~b, mask.axis)
     raise value_error(
         "groups have incompatible element masks",
         at=leaf.path,
@@ -231,15 +228,6 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
         expected="rows along one axis, or elements that are all compact or all dense",
         fix="use the same kind of mask for every group of the leaf",
     )
-
-
-def _rows_named(mask: StaticRows, leaf: Leaf) -> np.ndarray:
-    """Which rows a mask names, as booleans."""
-    assert leaf.shape is not None
-    with jax.ensure_compile_time_eval():
-        selection = mask.fit(leaf)
-        is_frozen = selection.frozen_rows() if isinstance(selection, RowSelection) else selection is FROZEN
-        return np.broadcast_to(is_frozen, leaf.shape[mask.axis])
 
 
 def register_groups_with_flax() -> None:

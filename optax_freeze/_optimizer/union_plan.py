@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import value_error
-from optax_freeze._spec.combined_masks import combined
-from optax_freeze._spec.masks import choice_of, rows
+from optax_freeze._spec.masks import mask_of, rows
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part
@@ -40,8 +40,8 @@ def _overlap(leaf: Leaf, a: Selection, b: Selection) -> str | None:
     if TRAINABLE in (a, b):
         return "the leaf"
     if isinstance(a, RowIndex) and isinstance(b, RowIndex) and a.axis == b.axis:
-        shared = np.intersect1d(a.numbers, b.numbers)
-        return f"row {shared[0]}" if shared.size else None
+        shared = a.rows & b.rows
+        return f"row {shared.numbers[0]}" if shared.count else None
     if any(isinstance(each.array, Tracer) for each in (a, b)):
         return "elements that are not known while the program is traced"
     with jax.ensure_compile_time_eval():
@@ -61,8 +61,8 @@ def _joined_leaf(leaf: Leaf, selections: Sequence[Selection]) -> Selection:
     if len(owners) < 2:
         return owners[0] if owners else FROZEN
     if all(isinstance(each, RowIndex) and each.axis == owners[0].axis for each in owners):  # type: ignore[attr-defined]
-        both = functools.partial(combined, leaf=leaf, selector="fz.union", either=False)
-        choice = functools.reduce(both, map(choice_of, owners))
+        trains = functools.reduce(operator.or_, [each.rows for each in owners])  # type: ignore[attr-defined]
+        choice = mask_of(~trains, owners[0].axis)  # type: ignore[attr-defined]
         return TRAINABLE if choice is False else choice.fit(leaf)  # type: ignore[union-attr]
     frozen = functools.reduce(jnp.logical_and, (jnp.asarray(each.frozen(len(leaf.shape or ()))) for each in owners))
     return DenseMask(jnp.broadcast_to(frozen, leaf.shape or ()), False, None, of_state=True)

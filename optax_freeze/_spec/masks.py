@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
-from optax_freeze._spec.mask_operators import MaskOperators
+from optax_freeze._spec.mask_operators import MaskOperators, as_arrays
 from optax_freeze._spec.row_numbers import bools_of, fix_for, named_twice, numbers_of, rows_named, trainable_rows
+from optax_freeze._spec.row_set import RowSet
 from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
 from optax_freeze._spec.tree import Leaf
 
@@ -65,7 +66,11 @@ class StaticRows(_RowMask):
 
     def fit(self, leaf: Leaf) -> Selection:
         """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
-        axis, size = self._axis_and_size(leaf)
+        return row_index(self, self._axis_and_size(leaf)[0], self.frozen_rows(leaf))
+
+    def frozen_rows(self, leaf: Leaf) -> RowSet:
+        """The rows of a leaf that are frozen; a ``ValueError`` if the mask does not fit it."""
+        _, size = self._axis_and_size(leaf)
         if self.length not in (None, size):
             what, got = "a vector of bools differs in length from its axis", f"{self.length} bools"
             expected = f"{size}, the length of axis {self.axis} of shape {leaf.shape}"
@@ -73,11 +78,11 @@ class StaticRows(_RowMask):
             fix = f"axis={same[0]}" if same else "give one bool for each row, or the numbers of the rows"
             raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
         if isinstance(self.index, slice):
-            return row_index(self, axis, size, self._runs_of_slice(self.index, size, leaf), self.inverted)
-        numbers = self._ascending((self.index,) if isinstance(self.index, int) else self.index, size, leaf)
-        named = set(numbers)
-        starts, stops = [n for n in numbers if n - 1 not in named], [n + 1 for n in numbers if n + 1 not in named]
-        return row_index(self, axis, size, list(zip(starts, stops, strict=True)), self.inverted)
+            named = RowSet.of_runs(size, self._runs_of_slice(self.index, size, leaf))
+        else:
+            numbers = (self.index,) if isinstance(self.index, int) else self.index
+            named = RowSet.of_numbers(size, self._ascending(numbers, size, leaf))
+        return ~named if self.inverted else named
 
     def _runs_of_slice(self, index: slice, size: int, leaf: Leaf) -> list[tuple[int, int]]:
         self._refuse_outside([bound for bound in (index.start, index.stop) if bound is not None], size, size, leaf)
@@ -214,6 +219,31 @@ class Elements(MaskOperators):
 ElementMask: TypeAlias = StaticRows | DynamicRows | Elements
 Choice: TypeAlias = bool | ElementMask
 """What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
+
+
+def mask_of(frozen: RowSet, axis: int) -> Choice:
+    """What a spec says about a leaf of which these rows are frozen; a slice if they are one run, or all others are."""
+    if frozen.count in (0, frozen.size):
+        return frozen.count > 0
+    for named, inverted in ((frozen, False), (~frozen, True)):
+        if named.run is not None:
+            return StaticRows(slice(*named.run), axis, inverted)
+    return StaticRows(tuple(frozen.numbers.tolist()), axis)
+
+
+def combined(a: Choice, b: Choice, leaf: Leaf, selector: Any, *, either: bool) -> Choice:
+    """What at least one of two masks freezes if ``either``, else what both do; an error unless these are rows."""
+    if isinstance(a, StaticRows) and isinstance(b, StaticRows):
+        first, second = a.frozen_rows(leaf), b.frozen_rows(leaf)
+        for rows, other in ((first, b), (second, a)):
+            if rows.count in (0, rows.size):
+                return either if (rows.count == rows.size) is either else other
+        if a.fit(leaf).axis == b.fit(leaf).axis:  # type: ignore[attr-defined]
+            return mask_of(first | second if either else first & second, a.axis)
+    what, got = f"{selector!r}: two element masks for one leaf", f"{a!r} and {b!r}"
+    expected = "one mask for a leaf, or static rows along one axis"
+    fix = as_arrays(a, b, "|" if either else "&", leaf.shape)
+    raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
 
 
 def choice_of(selection: Selection) -> Choice:

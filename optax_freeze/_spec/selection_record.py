@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_freeze._errors import is_int
-from optax_freeze._spec.masks import StaticRows
+from optax_freeze._spec.masks import mask_of
+from optax_freeze._spec.row_set import RowSet
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.tree import MASKED_NODE, Leaf
 
@@ -13,8 +14,7 @@ from optax_freeze._spec.tree import MASKED_NODE, Leaf
 def record_of(selection: Selection) -> Any:
     """The record of a selection: True if all is frozen, False if nothing is, a dict of the frozen part otherwise."""
     if isinstance(selection, RowIndex):
-        rows = [list(progression) for progression in selection.progressions]
-        return {"axis": selection.axis, "rows": rows, "train": not selection.others}
+        return {"axis": selection.axis, "rows": selection.rows.as_json(), "train": not selection.rows.others}
     if isinstance(selection, DynamicRowIndex):
         kept = {"keep_state": True} if selection.keep_state else {}
         return {"axis": selection.axis, "count": selection.count, "dynamic": True, **kept}
@@ -39,17 +39,9 @@ def selection_of(record: Any, shape: Sequence[int] | None) -> Selection:
         ):
             return DynamicRowIndex(MASKED_NODE, axis, shape[axis], count)
         case {"axis": axis, "rows": [_, *_] as rows, "train": bool(train), **others} if (
-            not others and is_int(axis) and axis in range(len(shape)) and _are_progressions(rows, shape[axis])
+            not others and is_int(axis) and axis in range(len(shape))
         ):
-            numbers = slice(*rows[0]) if len(rows) == 1 else tuple(sorted({n for each in rows for n in range(*each)}))
-            selection = StaticRows(numbers, axis, inverted=train).fit(Leaf("", tuple(shape)))
-            if record_of(selection) == record:
-                return selection
+            found = RowSet.of_json(shape[axis], rows, others=not train)
+            if found is not None and 0 < found.count < found.size:
+                return mask_of(~found, axis).fit(Leaf("", tuple(shape)))  # type: ignore[union-attr]
     raise ValueError(f"the frozen part {record!r}")
-
-
-def _are_progressions(rows: Any, size: int) -> bool:
-    """Whether these are progressions ``[start, stop, step]`` of the rows of a leaf with ``size`` rows."""
-    if not all(isinstance(each, list) and len(each) == 3 and all(map(is_int, each)) for each in rows):
-        return False
-    return all(0 <= start < stop <= size and step > 0 for start, stop, step in rows)

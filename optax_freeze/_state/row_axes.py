@@ -16,6 +16,7 @@ from optax_freeze._optimizer.call_init import eval_init, first_difference, init_
 from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.row_set import RowSet
 from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, shape_of_part
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import states_in
@@ -141,7 +142,7 @@ def _resized(selection: Any, more: int) -> Any:
     if isinstance(selection, DynamicRowIndex):
         return dataclasses.replace(selection, array=jnp.arange(count), count=count)
     if isinstance(selection, RowIndex):
-        return dataclasses.replace(selection, progressions=((0, count, 1),), others=False)
+        return dataclasses.replace(selection, rows=RowSet(selection.size, ((0, count, 1),)))
     return dataclasses.replace(selection, count=count)
 
 
