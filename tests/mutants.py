@@ -153,11 +153,11 @@ _BY_FILE = {
             "tests/train/test_train_step.py -k gradient_and_the_update",
         ),
         (
-            "n < len(plans.names) and plans.conditions[n].takes_norm:",
+            "n < len(plans.names) and plans.conditions[n].takes_norm",
             "False:",
             "tests/optimizer/test_freeze_converged.py -k norms_in_float32",
         ),
-        ("own, norm = call.grads", "own, norm = grads", "tests/optimizer/test_freeze_converged.py -k given_to_update"),
+        ("own = call.grads if", "own = grads if", "tests/optimizer/test_freeze_converged.py -k given_to_update"),
     ],
     ("_optimizer/coupled_update.py", "tests/optimizer/test_freeze_when.py"): [
         ("own), _without_frozen_groups(call, frozen, own)", "own), call", "-k over_the_groups"),
@@ -173,17 +173,18 @@ _BY_FILE = {
         ),
         ("if all(isinstance(pattern, str) for pattern in patterns):", "if False:", "-k threshold_on_every_leaf"),
     ],
+    ("_optimizer/full_updates.py", "tests/optimizer/test_union.py"): [
+        (
+            "(FROZEN, None) if i in call.missing or not owners[i] else",
+            "(FROZEN, None) if not owners[i] else",
+            "-k numbers",
+        ),
+    ],
     ("_optimizer/group_plans.py", "tests/optimizer/test_freeze_when.py"): [
         (
             "selection.without(*others)",
             "jnp.arange(selection.count, dtype=jnp.int32)",
             "tests/state/test_dynamic_rows.py -k Groups",
-        ),
-        ("if owners[0][0] is TRAINABLE:", "if len(owners) == 1:", "-k every_element"),
-        (
-            "with_sharding(explicit_sharding(like), lambda _: jnp.zeros(shape, dtype), like)",
-            "jnp.zeros(shape, dtype)",
-            "tests/state/test_state_shardings.py -k Explicit",
         ),
         ("all(plan.all_frozen for _, plan in", "any(plan.all_frozen for _, plan in", "-k leaves_of_other_groups"),
         ("if name in made:", "if False:", "tests/test_errors.py -k named"),
@@ -231,7 +232,6 @@ _BY_FILE = {
     ],
     ("_optimizer/union.py", "tests/optimizer/test_union.py"): [
         ("if sees_updates:", "if in_place:", "-k value_functions"),
-        ("(FROZEN, None) if i in call.missing or not owners else", "(FROZEN, None) if not owners else", "-k numbers"),
     ],
     ("_optimizer/union_plan.py", "tests/optimizer/test_union.py"): [
         ("a.axis == b.axis:", "True:", "-k overlap"),
@@ -701,7 +701,11 @@ _BY_FILE = {
         ("if i in walk.settings or not", "if not", "-k settings"),
     ],
     ("_spec/partition.py", "tests/test_python_numbers.py"): [
-        (" or isinstance(value, Part) or is_number(value)", " or isinstance(value, Part)", "-k comes_back"),
+        (
+            " and not isinstance(value, Part) and not is_number(value)",
+            " and not isinstance(value, Part)",
+            "-k comes_back",
+        ),
         ("jnp.shape(b.array), b.selection.part_index", "b.array.shape, b.selection.part_index", "-k eager-float]"),
     ],
     ("_spec/init_warnings.py", "tests/optimizer/test_freeze.py"): [
@@ -759,13 +763,9 @@ _BY_FILE = {
     ("_spec/row_set.py", "tests/spec/test_masks.py"): [
         ("in [(runs, False), (_gaps(size, runs), True)]", "in [(runs, False)]", "-k does_not_grow_with_the_rows"),
         ("if len(runs) > FEW else []", "if len(runs) > 1 else []", "-k record_of_no_selection"),
-        (
-            "return found if (found.as_json(), found.others) == (rows, others) else None",
-            "return found",
-            "-k record_of_no",
-        ),
     ],
     ("_spec/selection_record.py", "tests/spec/test_masks.py"): [
+        (" if (found.as_json(), found.others) == (rows, others) else None", "", "-k record_of_no_selection"),
         ("0 < found.count < found.size", "True", "-k record_of_no_selection"),
         ("and 0 < count <= math.prod(shape) if compact else", "if compact else", "tests/test_checkpoint.py -k Damaged"),
     ],
@@ -823,12 +823,12 @@ _BY_FILE = {
         (" or not _is_part(entry.value, indices.get(leaf))", "", "tests/state tests/test_compatibility.py -x"),
     ],
     ("_state/migrate.py", "tests/state/test_migrate.py"): [
-        ("', '.join(map(printable, _folded(addresses)))", "', '.join(_folded(addresses))", "tests/test_errors.py"),
+        ('printable("/".join(line.path) + line.content)', '"/".join(line.path) + line.content', "tests/test_errors.py"),
         ("        _refuse_swapped(state, tx, params, error)", "        pass", "tests/test_errors.py -k Migrating"),
         ("each_once(values)", "values", "-k group_of_each_leaf"),
         ("values = map(_placed, values, jax.tree.leaves(fresh))", "pass", "tests/state/test_migrate_models.py -k mesh"),
         (" or isinstance(entry.value, Part)}", "}", "-k several_arrays"),
-        ("or is_around or", "or", "-k several_arrays"),
+        (" or (isinstance(entry.value, Part) and entry.address in above)", "", "-k several_arrays"),
     ],
     ("_state/old_leaves.py", "tests/state/test_migrate_models.py"): [
         ("not self.anew >= self.floating", "True", "-k array_of_all_leaves"),
@@ -865,7 +865,7 @@ _BY_FILE = {
     ("_train/train_step.py", "tests/train/test_train_step.py"): [
         ('"value": value[0] if has_aux else value', '"value": value', "-k extra_arguments"),
         ("(lambda params: of_params(params)[0]) if has_aux else of_params", "of_params", "-k extra_arguments"),
-        ("            if names is None:", "            if True:", "-k extra_arguments"),
+        ("if names is not None:", "if False:", "-k extra_arguments"),
         ("if succeeds(lambda: update(given)):", "if False:", "-k around_freeze"),
         (
             "and of_groups is not None:\n                found",

@@ -128,9 +128,8 @@ class Division(NamedTuple):
                 assert isinstance(given.trainable, Rows)
                 values.write(i, given.trainable, given.value.values)
             else:
-                values.write(
-                    i, EVERYTHING, as_array(given.value if i in tasks.program.on_host else to_device(given.value))
-                )
+                value = given.value if i in tasks.program.on_host else to_device(given.value)
+                values.write(i, EVERYTHING, as_array(value))
         return values
 
 
@@ -256,6 +255,8 @@ def _minimum_cut(tasks: Graph, dear: Sequence[bool], cost: Mapping[Key, int | No
     """The minimum cut of those in which nothing that decides is computed both before and after it."""
     dear, numbers = [*dear], decisive(tasks.program)
     deciding = {key for key, size in cost.items() if key[0] in numbers and size is not None}
+    # A compiler may round an operation otherwise where it is computed again: a maximum would then equal none of its
+    # operands, and its gradient would be zero.
     while True:
         cut = minimum_cut(tasks, dear, cost)
         twice = {i for i in {*cut.before} & {*cut.after} if not deciding.isdisjoint(tasks.nodes[i].writes)}

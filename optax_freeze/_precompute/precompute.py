@@ -350,7 +350,6 @@ def _fitting(features: PyTree, division: "Division") -> list[Any]:
 
 
 def _struct(leaf: Leaf, value: Any) -> jax.ShapeDtypeStruct | None:
-    """The shape of a leaf; None for an object."""
     if leaf.shape is None:
         return None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=_tree.is_weak(value))
@@ -364,7 +363,6 @@ def full_plan(params: PyTree, frozen: Spec) -> Plan:
 
 
 def _combined(leaf: Leaf, selection: Selection, trained: Any, value: Any) -> Any:
-    """The full leaf after training."""
     is_part = isinstance(trained, Part)
     if not is_part and trained is not None and not _tree.is_masked_node(trained):
         if is_array(trained) and trained.shape != leaf.shape:
@@ -388,7 +386,6 @@ def _combined(leaf: Leaf, selection: Selection, trained: Any, value: Any) -> Any
 
 
 def _without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
-    """The leaf without its frozen part."""
     if not isinstance(selection, RowIndex):
         return MASKED_NODE if selection is FROZEN and leaf.dtype is not None else value
     if not isinstance(value, jax.ShapeDtypeStruct):

@@ -173,22 +173,15 @@ def costs(
                 counted, frozen_tx = summary(params, spec), freeze(tx, spec)
                 state = eval_init(frozen_tx.init, shapes)
                 of_spec = move_to_host(shapes, spec) if offload else shapes
-                of_state = jax.tree.map(
-                    lambda x, sharding: jax.ShapeDtypeStruct(
-                        x.shape, x.dtype, sharding=sharding, weak_type=_tree.is_weak(x)
-                    ),
-                    state,
-                    state_shardings(frozen_tx, of_spec),
-                )
+                of_state = jax.tree.map(lambda x, s: x.update(sharding=s), state, state_shardings(frozen_tx, of_spec))
                 step = train_step(loss, frozen_tx, has_aux, extra_args=extra_args)
                 found = figures(step, of_spec, of_state, batch)
             except Exception as error:
                 error.add_note(f"with the spec {name!r}")
                 raise
             sizes = counted.trainable_elements, counted.trainable_bytes, nbytes(state)
-            rows.append(
-                SpecCosts(name, *sizes, found.memory_bytes, found.host_bytes, found.flops, _fits(found, memory))
-            )
+            fits = _fits(found, memory)
+            rows.append(SpecCosts(name, *sizes, found.memory_bytes, found.host_bytes, found.flops, fits))
     return Costs(tuple(rows), memory)
 
 
@@ -199,7 +192,6 @@ def _fits(found: Figures, memory: int | None) -> bool | None:
 
 
 def _checked(memory: Any) -> int | None:
-    """The memory in whole bytes."""
     if memory is None:
         return None
     fix = "memory=15.75 * 2**30 for 15.75 GiB"

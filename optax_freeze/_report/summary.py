@@ -215,6 +215,5 @@ def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
     nbytes, of_frozen = (-(-bits_of(leaf.dtype) * count // 8) for count in (elements, frozen))
     on_host = nbytes if is_on_host(value.array if isinstance(value, Rest) else value) else 0
     rows = selection.which() if isinstance(selection, RowSelection) and 0 < frozen < elements else ""
-    return Row(
-        leaf.path, shape, leaf.dtype, elements, frozen, nbytes, of_frozen, host_bytes=on_host, trainable_rows=rows
-    )
+    sizes = elements, frozen, nbytes, of_frozen
+    return Row(leaf.path, shape, leaf.dtype, *sizes, host_bytes=on_host, trainable_rows=rows)

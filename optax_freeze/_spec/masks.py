@@ -1,6 +1,5 @@
 """Which elements of one leaf are frozen: rows by their numbers, single elements by a boolean array."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -190,7 +189,8 @@ class Elements(MaskOperators):
                 expected, fix = f"True or False, or a mask of shape {expected}", "create the bool outside jit, or use"
             axis = next((n for n, size in enumerate(leaf.shape or ()) if self.array.shape == (size,)), None)
             rows = f"for whole rows use fz.rows{f'(mask, axis={axis})' if axis else ''}"
-            if self._broadcasts(leaf.shape or ()):
+            ends = zip(reversed(self.array.shape), reversed(leaf.shape or ()), strict=False)
+            if len(self.array.shape) <= len(leaf.shape or ()) and all(size in (1, whole) for size, whole in ends):
                 fix += f" jnp.broadcast_to(mask, leaf.shape); {rows}"
             else:
                 fix = rows if axis is not None else "compute it from the leaf: leaf < 0.1"
@@ -201,11 +201,6 @@ class Elements(MaskOperators):
             fix = "resolve it outside jit (tx.init, fz.spec_of), or leave compact=False"
             raise value_error(what, at=leaf.path, got="a traced array, or only a shape", expected=expected, fix=fix)
         return FROZEN if self.count == 0 else DenseMask(self.array, self.compact, self.count, self.of_state)
-
-    def _broadcasts(self, shape: tuple[int, ...]) -> bool:
-        with contextlib.suppress(ValueError):
-            return np.broadcast_shapes(self.array.shape, shape) == shape
-        return False
 
     def __invert__(self) -> "Elements":
         array = ~jnp.asarray(self.array)
@@ -298,12 +293,9 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False, keep_state: bo
     numbers = numbers_of(index) if bools is None else tuple(np.flatnonzero(bools).tolist())
     if numbers is None or not is_int(axis):
         got = f"index={described(index)}, axis={described(axis)}"
-        expected = (
-            "a slice, an int, a list of ints, a JAX array of integers of shape (k,) or a vector of bools with values"
-        )
-        raise type_error(
-            "fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=fix_for(index, axis)
-        )
+        expected = "a slice, an int, a list of ints, a JAX array of integers of shape (k,) or a vector of bools with"
+        what, expected, fix = "fz.rows takes row numbers", f"{expected} values", fix_for(index, axis)
+        raise type_error(what, at="fz.rows", got=got, expected=expected, fix=fix)
     if isinstance(numbers, jax.Array):
         return DynamicRows(numbers, int(axis), keep_state=bool(keep_state))
     if keep_state:

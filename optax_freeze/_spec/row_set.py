@@ -7,14 +7,12 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from optax_freeze._errors import is_int
+from optax_freeze._errors import listed
 
 FEW = 16  # up to this many runs of rows, row numbers are computed as iotas; beyond it they are a constant
-_TOLD = 8  # at most this many runs of rows are named in an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +38,6 @@ class RowSet:
         named = {*numbers}
         starts, stops = [n for n in numbers if n - 1 not in named], [n + 1 for n in numbers if n + 1 not in named]
         return cls.of_runs(size, list(zip(starts, stops, strict=True)))
-
-    @classmethod
-    def of_json(cls, size: int, rows: Any, *, others: bool) -> "RowSet | None":
-        """The set with these progressions, if they are those of a set."""
-        if not all(isinstance(each, list) and len(each) == 3 and all(map(is_int, each)) for each in rows):
-            return None
-        if not all(0 <= start < stop <= size and step > 0 for start, stop, step in rows):
-            return None
-        runs = cls(size, tuple(map(tuple, rows)), others).runs
-        if not all(before[1] < after[0] for before, after in itertools.pairwise(runs)):
-            return None
-        found = cls.of_runs(size, runs)
-        return found if (found.as_json(), found.others) == (rows, others) else None
 
     def as_json(self) -> list[list[int]]:
         return list(map(list, self.progressions))
@@ -92,8 +77,7 @@ class RowSet:
 
     def __str__(self) -> str:
         """The runs or the progression, without saying whether it is all others."""
-        named = [f"{start}:{stop}" + f":{step}" * (step > 1) for start, stop, step in self.progressions]
-        return ", ".join(named[:_TOLD]) + f" and {len(named) - _TOLD} more" * (len(named) > _TOLD)
+        return listed((f"{start}:{stop}" + f":{step}" * (step > 1) for start, stop, step in self.progressions), 8)
 
 
 def _gaps(size: int, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -286,7 +286,6 @@ class RowIndex(RowSelection):
 
     @property
     def _dtype(self) -> Any:
-        """That of the numbers."""
         if self.size <= np.iinfo(np.int32).max or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             return jnp.int32 if self.size <= np.iinfo(np.int32).max else jnp.int64
         raise value_error(
@@ -322,7 +321,6 @@ def shape_of_part(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def row_index(mask: Any, axis: int, frozen: RowSet) -> Selection:
-    """The selection of a leaf of which these rows are frozen."""
     if frozen.count in (0, frozen.size):
         return TRAINABLE if frozen.count < frozen.size else FROZEN
     return RowIndex(mask, axis, ~frozen)

@@ -20,7 +20,6 @@ class Moved(NamedTuple):
 
     @property
     def loses_rows(self) -> bool:
-        """Whether an old row is not in the leaf."""
         return len(np.unique(self.rows[self.rows >= 0])) < self.size
 
     def take(self, array: Any, fill: Any) -> Any:
@@ -49,9 +48,8 @@ def moved_axes(entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: An
             continue
         [old] = each
         if _is_along(entry.selection, old.moved.axis) and _is_along(old.selection, old.moved.axis):
-            more = len(rows_along(old.selection, old.moved.size)) - len(
-                rows_along(entry.selection, len(old.moved.rows))
-            )
+            before, now = rows_along(old.selection, old.moved.size), rows_along(entry.selection, len(old.moved.rows))
+            more = len(before) - len(now)
             resize[str(entry.leaf)].add(Resized(old.moved.axis, more, entry.selection is not TRAINABLE))
             found[i] = old
     known = {path: each.copy().pop() for path, each in resize.items() if len(each) == 1}

@@ -81,6 +81,7 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0, resize: Mapping[str, Res
 def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> tuple[list[Axes], list[bool]]:
     """For each of the ``nodes`` of ``tx.init(params)`` the axes of the rows, and whether these are certain."""
     now = list(map(jax.tree.leaves, nodes))
+    # Adafactor takes the two longest axes: with one row more, or one less, another pair may be the longest.
     longer = _differences(now, _arrays(nodes, tx, params, 1))
     axes = [tuple(None if axis == "rank" else axis for axis in each) for each in longer]
     if all(map(_has_shape_of_part, nodes)):

@@ -145,7 +145,8 @@ def save(
     items["spec"] = ocp.args.JsonSave(record.as_json())
     with _SAVING, contextlib.ExitStack() as held:
         _wait_for(where)
-        _refuse_other_writers(where, held)
+        if "://" not in where:
+            in_process_0(lambda: held.enter_context(only_writer(where)), otherwise=lambda: another_writer(where))
         manager = _manager(where, create=True)
         held.callback(manager.close)
         _refuse_old_step(step, manager)
@@ -290,12 +291,6 @@ def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:
         at, expected = str(manager.directory), f"a step after {latest}, the latest"
         fix = "continue from the latest step, or save into another directory"
         raise value_error(f"{which} already exists", at=at, got=f"step={step}", expected=expected, fix=fix)
-
-
-def _refuse_other_writers(where: str, held: contextlib.ExitStack) -> None:
-    """Locks a directory, in process 0; all processes raise an error if that fails."""
-    if "://" not in where:
-        in_process_0(lambda: held.enter_context(only_writer(where)), otherwise=lambda: another_writer(where))
 
 
 def _exists(where: str) -> bool:
