@@ -27,9 +27,8 @@ def computation(
     values, treedef = _tree.flatten(params)
     selections = make_plan(params, once.frozen).in_state.selections
     structs = [*map(_tree.struct_of, values)]
-    frozen = {
-        i: x for i, (x, s) in enumerate(zip(values, selections, strict=True)) if s is not TRAINABLE and is_array(x)
-    }
+    pairs = enumerate(zip(values, selections, strict=True))
+    frozen = {i: x for i, (x, selection) in pairs if selection is not TRAINABLE and is_array(x)}
     beside = _Beside(once, others, kwargs)
 
     def before(frozen: dict[int, Any], arrays: list[Any], static: Any) -> Features:

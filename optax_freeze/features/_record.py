@@ -68,7 +68,6 @@ def begin(where: str, shapes: Features, leaves: list[saved_base.LeafRecord], var
 
 
 def add_batch(where: str, record: Record, digest: str, entries: int) -> None:
-    """Records a batch whose features are stored."""
     examples = record.examples + entries // record.variants
     _append(os.path.join(where, FILE), record, {"batch": digest, "examples": examples})
     record.batches.append(digest)
