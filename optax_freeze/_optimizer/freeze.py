@@ -14,19 +14,17 @@ import optax
 
 from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans, refuse_other_selections
-from optax_freeze._optimizer.call_init import changed, with_own_buffers
+from optax_freeze._optimizer.call_init import changed, saying_what_optax_calls, with_own_buffers
 from optax_freeze._optimizer.full_updates import updated_leaf
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
 from optax_freeze._optimizer.kept_state import KeptState, refuse_part_of_kept
 from optax_freeze._optimizer.nnx_variables import stored
-from optax_freeze._optimizer.optax_call_errors import saying_what_optax_calls
 from optax_freeze._optimizer.outer_transformation import around, as_parts
 from optax_freeze._optimizer.transformation import Update, as_transformation, is_optimizer
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
-from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
+from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent, warn_of_leaves
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.tree import Part, PyTree
 

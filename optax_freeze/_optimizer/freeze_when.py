@@ -15,7 +15,7 @@ import optax
 
 from optax_freeze._errors import described, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans, other_transformation, refuse_other_selections
-from optax_freeze._optimizer.call_init import changed, with_own_buffers
+from optax_freeze._optimizer.call_init import changed, saying_what_optax_calls, with_own_buffers
 from optax_freeze._optimizer.conditions import decide, global_norm
 from optax_freeze._optimizer.coupled_update import update_coupled
 from optax_freeze._optimizer.full_updates import merged
@@ -23,15 +23,13 @@ from optax_freeze._optimizer.group_plans import GroupPlans, make_group_plans, re
 from optax_freeze._optimizer.group_state import GroupState
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_group, init_inner
 from optax_freeze._optimizer.nnx_variables import stored
-from optax_freeze._optimizer.optax_call_errors import saying_what_optax_calls
 from optax_freeze._optimizer.outer_transformation import around, as_parts
 from optax_freeze._optimizer.parse_groups import GivenGroup, parse_groups
 from optax_freeze._optimizer.transformation import Update, as_transformation
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.masks import DynamicRows, Elements
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Tied
+from optax_freeze._spec.resolve import Tied, warn_of_leaves
 from optax_freeze._spec.tree import PyTree
 
 

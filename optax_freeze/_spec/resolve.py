@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from optax_freeze._errors import (
+    counted,
     described,
     in_one_line,
     is_concrete,
@@ -23,12 +24,13 @@ from optax_freeze._errors import (
 )
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import ElementMask, Elements, StaticRows, choice_of
+from optax_freeze._spec.numpy_leaves import AS_ARRAYS_OF_JAX, dtype_in_jax, is_lost
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.plan_digest import digest_of, refuse_other_plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix, refuse_condition
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
-from optax_freeze._spec.tied_leaves import refuse_tied
+from optax_freeze._spec.tied_leaves import refuse_tied, ties
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Walk
 
 
@@ -251,3 +253,35 @@ def choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]
 def _is_function(frozen: Spec, params: PyTree) -> TypeGuard[Callable[[PyTree], PyTree]]:
     """Whether a spec is a function of the tree; an Equinox module is a tree that can be called."""
     return callable(frozen) and not isinstance(frozen, type(params))
+
+
+def warn_of_leaves(values: Sequence[Any], trained: Plan, frozen: Plan, tied: Tied, *, stacklevel: int) -> None:
+    """Emits a :class:`FreezeWarning` for tied leaves that train, and one for frozen ones that JAX converts.
+
+    The plans differ for groups, which train at some steps and are frozen at others.
+    """
+    texts = []
+    paths = [leaf.path for leaf in trained.leaves]
+    pairs = [(i, j) for i, j in ties(values, trained.leaves) if trained.selections[i] is not FROZEN]
+    if pairs and tied == "error":
+        text = message(
+            "one array at two paths that both train: they will differ after the first update",
+            at=[paths[each] for each in pairs[0]],
+            got=f"the same array at both paths{f', and {len(pairs) - 1} more such pairs' * (len(pairs) > 1)}",
+            expected="one leaf for parameters that are shared",
+            fix='read it in both places from one leaf; if they shall differ, copy the array, or pass tied="ignore"',
+        )
+        texts.append(text)
+    lost = [i for i, s in enumerate(frozen.selections) if s is not TRAINABLE and is_lost(values[i])]
+    if lost:
+        dtypes = dict.fromkeys(values[i].dtype for i in lost)
+        text = message(
+            "a frozen NumPy array will not stay as it is: jax.jit converts it",
+            at=[paths[i] for i in lost[:3]],
+            got=f"{counted(len(lost), 'leaf', 'leaves')} of {', '.join(map(str, dtypes))}",
+            expected=f"{', '.join(str(dtype_in_jax(dtype)) for dtype in dtypes)}, the dtype that JAX makes of it",
+            fix=AS_ARRAYS_OF_JAX,
+        )
+        texts.append(text)
+    for text in texts:
+        warnings.warn(text, FreezeWarning, stacklevel=stacklevel + 1)

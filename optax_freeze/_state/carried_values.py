@@ -21,8 +21,7 @@ from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import RowSelection, Selection
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Part
-from optax_freeze._state.moved_rows import moved_axes, rows_along
-from optax_freeze._state.row_axes import Axes, row_axes
+from optax_freeze._state.row_axes import Axes, moved_axes, row_axes, rows_along
 from optax_freeze._state.state_entries import Entry, no_fit
 
 Bool: TypeAlias = Any

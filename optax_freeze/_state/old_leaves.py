@@ -16,9 +16,8 @@ from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
 from optax_freeze._spec.selector_algebra import as_selector, first_match
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._state.moved_rows import Moved
 from optax_freeze._state.old_shapes import Shape, searched, shapes_before
-from optax_freeze._state.row_axes import Resized, init_shapes
+from optax_freeze._state.row_axes import Moved, Resized, init_shapes
 from optax_freeze._state.state_entries import Entry, Scope, entries_of, join
 
 

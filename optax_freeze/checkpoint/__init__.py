@@ -97,8 +97,7 @@ def save(
       opt_state: the optimizer state, or None.
       wait: if True, return when the checkpoint is complete. If False, return when the arrays have been copied from the
         devices, so that you may donate them, and write in the background.
-      tied: ``"error"`` raises an error if an array is at two paths and only one of them is frozen; ``"ignore"`` allows
-        it.
+      tied: as in :func:`optax_freeze.partition`.
 
     Returns:
       A :class:`Saving`, whose ``wait()`` returns when the checkpoint is complete.
