@@ -113,21 +113,30 @@ class Runs:
             given = other_batch(step.batch) if batch is True else (tuple(batch), step.batch[1])
             self._run(ANOTHER_BATCH, "other_batch", {}, given)
         if values is not False:
-            copies = {k: step.params[i] for k, (i, *_) in self.averages.items() if step.params[i] in own}
-            equal = {k: like(step.start[k], to_device(own[at])) for k, at in copies.items()}
-            self._run(ANOTHER_VALUES, "other_values", own | equal)
+            self._run_with_values(own)
         self._candidates = self._of_state()
-        inexact = {k for k in self._candidates if jnp.issubdtype(step.start[k].dtype, jnp.inexact)}
-        counts = step.in_optimizer - inexact
-        places = [k for k in self._candidates if np.size(step.start[k]) and k not in counts]
-        moments = {k: like(step.start[k], jnp.asarray(to_device(step.start[k])) + 1) for k in places}
-        if moments:
-            self._run(ANOTHER_STATE, "", moments)
+        self._run_with_state()
         self._run_later()
         self.held = self._held()
         if branches is not None:
             moved = {k for record in self.records.values() for k in record.moves}
             self.notes += branches.note([i for i in step.frozen if step.params[i] in moved])
+
+    def _run_with_values(self, values: Mapping[int, Any]) -> None:
+        """With other frozen values; averages that equal these begin as their copies, as they did before."""
+        start, places = self.step.start, self.step.params
+        copies = {k: places[i] for k, (i, *_) in self.averages.items() if places[i] in values}
+        equal = {k: like(start[k], to_device(values[at])) for k, at in copies.items()}
+        self._run(ANOTHER_VALUES, "other_values", {**values, **equal})
+
+    def _run_with_state(self) -> None:
+        """With moments for frozen elements, if there is state for them; the integers of an optimizer count steps."""
+        step = self.step
+        inexact = {k for k in self._candidates if jnp.issubdtype(step.start[k].dtype, jnp.inexact)}
+        places = [k for k in self._candidates if np.size(step.start[k]) and k not in step.in_optimizer - inexact]
+        if places:
+            moments = {k: like(step.start[k], jnp.asarray(to_device(step.start[k])) + 1) for k in places}
+            self._run(ANOTHER_STATE, "", moments)
 
     def _first(self) -> Record:
         step, gradients = self.step, self.gradients
