@@ -280,8 +280,9 @@ def combined(a: Choice, b: Choice, leaf: Leaf, selector: Any, *, either: bool) -
         for rows, other in ((first, b), (second, a)):
             if rows.count in (0, rows.size):
                 return either if (rows.count == rows.size) is either else other
-        if a.fit(leaf).axis == b.fit(leaf).axis:  # type: ignore[attr-defined]
-            return mask_of(first | second if either else first & second, a.axis)
+        axes = {each.fit(leaf).axis for each in (a, b)}  # type: ignore[attr-defined]
+        if len(axes) == 1:
+            return mask_of(first | second if either else first & second, *axes)
     what, got = f"{selector!r}: two element masks for one leaf", f"{a!r} and {b!r}"
     expected = "one mask for a leaf, or static rows along one axis"
     fix = as_arrays(a, b, "|" if either else "&", leaf.shape)

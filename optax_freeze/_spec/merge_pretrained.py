@@ -8,15 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import (
-    counted,
-    described,
-    is_array,
-    is_scalar,
-    refuse_unknown_choice,
-    type_error,
-    value_error,
-)
+from optax_freeze._errors import counted, described, is_array, is_scalar, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Choice, rows
 from optax_freeze._spec.merge_report import TOLD, Grown, MergeReport, told

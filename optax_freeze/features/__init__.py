@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from optax_freeze._errors import counted, described, is_array, type_error, value_error, whole_number
-from optax_freeze._precompute.precompute import Features, Precomputed
+from optax_freeze._precompute.given_features import Features
+from optax_freeze._precompute.precompute import Precomputed
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.one_writer import only_writer, sync
 from optax_freeze._verify.saved_base import absolute

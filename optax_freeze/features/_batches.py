@@ -9,7 +9,8 @@ import numpy as np
 
 from optax_freeze._errors import described, in_one_line, is_array, is_int, value_error
 from optax_freeze._precompute.batch_size import shapes_for
-from optax_freeze._precompute.precompute import Features, Precomputed
+from optax_freeze._precompute.given_features import Features
+from optax_freeze._precompute.precompute import Precomputed
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import TRAINABLE

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from optax_freeze._errors import counted, described, message, value_error
-from optax_freeze._precompute.precompute import Features, Precomputed, full_plan
+from optax_freeze._precompute.given_features import Features
+from optax_freeze._precompute.precompute import Precomputed, full_plan
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import saved_base
 from optax_freeze._verify.one_writer import LOCK, sync

@@ -6,13 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import (
-    counted,
-    described,
-    is_array,
-    is_scalar,
-    value_error,
-)
+from optax_freeze._errors import counted, described, is_array, is_scalar, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Elements, elements
 from optax_freeze._spec.patterns import nearest
