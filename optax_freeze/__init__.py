@@ -61,7 +61,7 @@ from optax_freeze._memory.offload import offload as offload
 # Reports: what is frozen, how much it saves, and what fits.
 from optax_freeze._report.summary import summary as summary
 from optax_freeze._report.costs import costs as costs
-from optax_freeze._report.print_trainable import print_trainable as print_trainable
+from optax_freeze._report.summary import print_trainable as print_trainable
 
 # Computing frozen layers once per batch.
 from optax_freeze._precompute.precompute import precompute as precompute

@@ -4,7 +4,7 @@ import difflib
 import functools
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,8 +72,13 @@ def counted(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
 
+def listed(texts: Iterable[str], most: int = 3) -> str:
+    """The first of some texts, and how many more there are."""
+    found = [*texts]
+    return ", ".join(found[:most]) + f" and {len(found) - most} more" * (len(found) > most)
+
+
 def with_article(name: str) -> str:
-    """A name with its article."""
     return f"a{'n' * (name[0] in 'aeiouAEIOU')} {name}"
 
 
@@ -104,13 +109,11 @@ def whole_number(name: str, value: Any, *, least: int = 0, fix: str) -> int:
 
 
 def refuse_no_mapping(function: str, value: Any, expected: str, *, at: str = "its second argument", fix: str) -> None:
-    """A ``TypeError`` for a value that is not a mapping."""
     if not isinstance(value, Mapping):
         raise type_error(f"{function} takes a mapping", at=at, got=described(value), expected=expected, fix=fix)
 
 
 def refuse_unknown_choice(value: Any, choices: Sequence[str], *, at: str) -> None:
-    """A ``ValueError`` if ``value`` is not one of the choices for an option."""
     if value not in choices:
         expected = " or ".join(map(repr, choices))
         raise value_error("unknown choice", at=at, got=described(value), expected=expected, fix="use one of them")

@@ -7,7 +7,7 @@ from optax_freeze._audit.report import Audit as Audit
 from optax_freeze._audit.report import Leak as Leak
 from optax_freeze._gradient.explanation import Explanation as Explanation
 from optax_freeze._optimizer.conditions import GroupStats as GroupStats
-from optax_freeze._precompute.precompute import Features as Features
+from optax_freeze._precompute.given_features import Features as Features
 from optax_freeze._precompute.precompute import Precomputed as Precomputed
 from optax_freeze._report.costs import Costs as Costs
 from optax_freeze._report.costs import SpecCosts as SpecCosts

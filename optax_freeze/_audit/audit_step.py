@@ -1,8 +1,9 @@
 """Finds leaks in a whole training step, of any framework: :func:`audit_step` runs it with other gradients."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from optax_freeze._audit.changed_gradients import NO_LOSS, ChangedGradients, not_known
 from optax_freeze._audit.diagnosis import leaks_of
@@ -14,12 +15,10 @@ from optax_freeze._audit.step import other_batch as other_batch_of
 from optax_freeze._errors import described, type_error, value_error, whole_number
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.patterns import nearest
+from optax_freeze._spec.prefix_tree import is_above
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import PyTree
-
-if TYPE_CHECKING:
-    from optax_freeze._audit.untaken_branches import UntakenBranches
 
 Loss: TypeAlias = Callable[..., Any] | tuple[Callable[..., Any], ...] | Mapping[str, Callable[..., Any]] | None
 
@@ -103,7 +102,12 @@ def audit_step(
     else:
         _refuse_factory(audited)
         gradients, notes = None, [NO_LOSS]
-    runs = Runs(audited, gradients, steps, *others, _branches(audited))
+    from optax_freeze._audit.untaken_branches import UntakenBranches  # loads jax.extend: slow
+
+    branches = None
+    with contextlib.suppress(Exception):  # if it cannot be traced, Python decides which code runs
+        branches = UntakenBranches(audited)
+    runs = Runs(audited, gradients, steps, *others, branches)
     leaks = tuple(leaks_of(runs, gradients))
     notes += [*runs.notes, *(gradients.notes() if gradients is not None else [])]
     selections = audited.plan.selections
@@ -122,9 +126,8 @@ def _others(step: Step, batch: Any, values: Any) -> tuple[Any, Any]:
         got, expected = f"{len(given)} leaves", f"{len(step.plan.leaves)}, as in the parameters"
         fix = "pass a tree of parameters, or False"
         raise value_error("`other_values` does not fit", at="other_values", got=got, expected=expected, fix=fix)
-    return batch, {
-        step.params[i]: step.plan.selections[i].choose(given[i], step.start[step.params[i]]) for i in step.frozen
-    }
+    places = [(step.params[i], step.plan.selections[i], given[i]) for i in step.frozen]
+    return batch, {k: selection.choose(value, step.start[k]) for k, selection, value in places}
 
 
 def _losses(loss: Any) -> "dict[str | int, Callable[..., Any]]":
@@ -135,32 +138,32 @@ def _losses(loss: Any) -> "dict[str | int, Callable[..., Any]]":
     found: dict[str | int, Any] = dict(loss) if isinstance(loss, Mapping) else dict(enumerate(several))
     for key, fun in found.items():
         if not callable(fun):
-            expected, fix = "a function, a tuple of functions, or {path: function}", "loss=loss"
-            raise type_error(
-                "`loss` is not a function", at=f"loss {key}", got=described(fun), expected=expected, fix=fix
-            )
+            what, expected = "`loss` is not a function", "a function, a tuple of functions, or {path: function}"
+            raise type_error(what, at=f"loss {key}", got=described(fun), expected=expected, fix="loss=loss")
     return found
 
 
 def _made(make_step: Any, losses: Any) -> Any:
-    """The step that a factory makes."""
     losses = [*losses]
     names = ", ".join(["loss"] if len(losses) == 1 else [f"loss{n}" for n in range(len(losses))])
     expected = f"a function of the {'loss' if len(losses) == 1 else 'losses'} that returns step(state, *batch)"
     fix = f"def make_step({names}): ...; return step; or, without loss=, what runs show: fz.audit_step(step, ...)"
-    what, at = "`make_step` does not make a step", f"make_step({names})"
+
+    def wrong(got: str) -> TypeError:
+        what, at = "`make_step` does not make a step", f"make_step({names})"
+        return type_error(what, at=at, got=got, expected=expected, fix=fix)
+
     if not callable(make_step):
-        raise type_error(what, at=at, got=described(make_step), expected=expected, fix=fix)
+        raise wrong(described(make_step))
     if not _takes(make_step, len(losses)):
-        got = f"a function of {inspect.signature(make_step)}"
-        raise type_error(what, at=at, got=got, expected=expected, fix=fix)
+        raise wrong(f"a function of {inspect.signature(make_step)}")
     try:
         step = make_step(*losses)
     except Exception as error:
-        error.add_note(f"fz.audit_step: from {at}")
+        error.add_note(f"fz.audit_step: from make_step({names})")
         raise
     if not callable(step):
-        raise type_error(what, at=at, got=described(step), expected=expected, fix=fix)
+        raise wrong(described(step))
     return step
 
 
@@ -176,7 +179,6 @@ def _takes(fun: Callable[..., Any], count: int, keywords: Mapping[str, Any] = {}
 
 
 def _refuse_factory(step: Step) -> None:
-    """A ``TypeError`` if a step that was given without a loss is a function which makes one."""
     count = 1 + len(step.batch[0])
     if _takes(step.function, count, step.batch[1]) or not _takes(step.function, 1):
         return
@@ -190,26 +192,15 @@ def _refuse_factory(step: Step) -> None:
     )
 
 
-def _branches(step: Step) -> "UntakenBranches | None":
-    """The branches of a step, if it can be traced; otherwise Python decides which code runs."""
-    from optax_freeze._audit.untaken_branches import UntakenBranches  # loads jax.extend: slow
-
-    try:
-        return UntakenBranches(step)
-    except Exception:
-        return None
-
-
 def _gradients(
     step: Step, make_step: Callable[..., Any], losses: "Mapping[str | int, Callable[..., Any]]", batch: Any
 ) -> "tuple[ChangedGradients | None, list[str]]":
     """The gradients of a step with changed losses; None if the step runs only without."""
     leaves, paths = step.plan.leaves, {i: step.plan.leaves[i].path for i in step.params}
     masks = {i: True if step.is_frozen(i) else step.mask(i) if step.plan.selections[i].in_part else None for i in paths}
-    probe = Probe({i: tuple(leaves[i].shape or ()) for i in paths}, paths, masks)
-    probe.losses = len(losses)
+    probe = Probe({i: tuple(leaves[i].shape or ()) for i in paths}, paths, masks, len(losses))
     for at in losses:
-        if isinstance(at, str) and not any(path == at or path.startswith(f"{at}/") for path in paths.values()):
+        if isinstance(at, str) and not any(is_above(at, path) for path in paths.values()):
             fix = f"nearest paths: {nearest(at, list(paths.values()))}"
             got, expected = repr(at), "the path of the subtree of the parameters that the loss gets"
             raise value_error("`loss` has a path that matches nothing", at="loss", got=got, expected=expected, fix=fix)

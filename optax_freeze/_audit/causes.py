@@ -119,6 +119,5 @@ STATE = Cause(
 
 
 def reading(reader: str) -> Cause:
-    """A gradient of a frozen parameter that something reads."""
     fix = f"{_NO_GRADIENT}; or fz.freeze(tx, frozen), around the whole chain"
     return Cause(f"a gradient that is read by {reader}", fix)

@@ -18,7 +18,7 @@ from optax_freeze._audit.measurements import digests_of
 from optax_freeze._audit.probe import ZERO, Probe
 from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
 from optax_freeze._audit.step import State, Step, like, other_values
-from optax_freeze._errors import counted, in_one_line, is_array
+from optax_freeze._errors import counted, in_one_line, is_array, listed
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import TRAINABLE
 
@@ -139,7 +139,7 @@ class ChangedGradients:
         changes = range(ZERO)
         rows = {c: self._differing(results, self._run(before, c, computed)) for c in changes}
         cells = {(c, k, *hits) for c, row in rows.items() for k, hits in row.items()}
-        if cells <= self._seen:
+        if cells <= self._seen:  # one by one only once for each reaction, since each leaf costs a run of the step
             return
         self._seen |= cells
         groups = [tuple(map(int, group)) for group in np.array_split(computed, min(len(computed), _GROUPS))]
@@ -212,9 +212,8 @@ class ChangedGradients:
         if inside:
             self._probe.computed.clear()
             try:
-                jax.block_until_ready(
-                    jax.jit(_results(self._step))(*self._step.arrays_of(self._step.start, self._step.batch)[0])
-                )
+                arrays, _ = self._step.arrays_of(self._step.start, self._step.batch)
+                jax.block_until_ready(jax.jit(_results(self._step))(*arrays))
                 jax.effects_barrier()
             except Exception:  # it reads values, and cannot be compiled as a whole
                 return [], left
@@ -304,8 +303,15 @@ class ChangedGradients:
 
     def notes(self) -> Iterator[str]:
         """What is not known, and what is no leak but worth knowing."""
-        step, probe = self._step, self._probe
-        paths = lambda leaves: _paths(step.plan.leaves[i].path for i in leaves)  # noqa: E731
+        yield from self._notes_of_losses()
+        yield from self._notes_of_reactions()
+
+    def _paths(self, leaves: Iterable[int]) -> str:
+        return _paths(self._step.plan.leaves[i].path for i in leaves)
+
+    def _notes_of_losses(self) -> Iterator[str]:
+        """What the losses were given, and what of it nobody differentiates."""
+        step, probe, paths = self._step, self._probe, self._paths
         for number in sorted({*range(probe.losses)} - probe.called):
             which = f"loss {number}" if probe.losses > 1 else "the loss"
             yield f"{which} is not called by the step that `make_step` returns: {_NOT_KNOWN}"
@@ -320,21 +326,16 @@ class ChangedGradients:
         if unseen:
             leaves = counted(len(unseen), "frozen leaf is", "frozen leaves are")
             yield f"{leaves} given to no loss ({paths(unseen)}): whether a gradient of them is computed is not known"
-        if probe.other_shape:
-            yield (
-                f"a loss gets a part of {paths(sorted(probe.other_shape))}, of which some elements are frozen: whether"
-                " their gradient is read is not known"
-            )
-        if probe.other_values:
-            yield (
-                f"a loss gets other values of {paths(sorted(probe.other_values))} than the parameters have, in another"
-                " order or changed: whether the gradient of its frozen elements is read is not known"
-            )
-        if probe.twice:
-            yield (
-                f"the gradient of the loss is differentiated again ({paths(sorted(probe.twice))}): what else reads"
-                " this derivative is not known"
-            )
+        parts = "a loss gets a part of {}, of which some elements are frozen: whether their gradient is read"
+        others = "a loss gets other values of {} than the parameters have, in another order or changed: whether the"
+        others += " gradient of its frozen elements is read"
+        twice = "the gradient of the loss is differentiated again ({}): what else reads this derivative"
+        not_judged = {parts: probe.other_shape, others: probe.other_values, twice: probe.twice}
+        yield from (f"{text.format(paths(sorted(i)))} is not known" for text, i in not_judged.items() if i)
+
+    def _notes_of_reactions(self) -> Iterator[str]:
+        """What the results depend on, or do not."""
+        step, probe, paths = self._step, self._probe, self._paths
         if self._random:
             names = _paths(step.paths[k] if k < len(step.start) else "a result" for k in sorted(self._random))
             yield f"two equal runs differ ({names}): what this depends on is not known"
@@ -387,5 +388,4 @@ NO_LOSS = f"no loss is given: {_NOT_KNOWN}: fz.audit_step(make_step, ..., loss=l
 
 
 def _paths(paths: Iterable[str]) -> str:
-    found = list(dict.fromkeys(paths))
-    return ", ".join(path or "the parameter" for path in found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
+    return listed(path or "the parameter" for path in dict.fromkeys(paths))

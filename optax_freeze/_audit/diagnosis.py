@@ -55,9 +55,8 @@ def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
     if {*now} - {ANOTHER_STATE}:
         decays = runs.decays(position, ["", ANOTHER_VALUES] if ANOTHER_VALUES in runs.records else [""])
         is_set = gradients is not None and gradients.sets(i) and not decays
-        trains = gradients is not None and any(
-            ("frozen", i) in g.negative for g in gradients.gradients if i in g.leaves
-        )
+        own = [g for g in gradients.gradients if i in g.leaves] if gradients is not None else []
+        trains = any(("frozen", i) in g.negative for g in own)
         if trains or (not is_set and runs.differ(ANOTHER_BATCH, position)):
             other_spec = path in step.trains_in_state
             yield leak(causes.OTHER_SPEC if other_spec else causes.TRAINS if trains else causes.BATCH)
@@ -138,9 +137,8 @@ def _computed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
         with_sign, names = g.trainable(g.negative), g.read
         total, _ = gradients.flops
         cost = "computed" if g.flops is None else f"{g.flops:,} of {total:,} FLOPs of a step, for all frozen leaves"
-        cost += f"; changed together with {counted(len(g.leaves) - 1, 'other leaf', 'other leaves')}" * (
-            len(g.leaves) > 1
-        )
+        others = counted(len(g.leaves) - 1, "other leaf", "other leaves")
+        cost += f"; changed together with {others}" * (len(g.leaves) > 1)
         for i in g.leaves:
             readers = {
                 "a norm or a finite check": together - with_sign - {i},

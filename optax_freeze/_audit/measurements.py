@@ -38,11 +38,13 @@ def changes_of(*leaves: tuple[Any, Any, Selection, Any]) -> list[tuple[Change, b
 
     The last item of a tuple is what was added, without rounding, or None.
     """
-    raw = [(_change_on_device(*leaf), _digest_on_device(*leaf[1:3])) for leaf in leaves]
-    found = []
-    for (before, after, *_), (change, digest) in zip(leaves, jax.device_get(raw), strict=True):
-        found.append((_described(before, after, change), np.asarray(digest).tobytes()))
-    return found
+    raw = []
+    for before, after, selection, update in leaves:
+        can_differ = np.shape(before) == np.shape(after) and jnp.issubdtype(jnp.result_type(before), jnp.number)
+        change = _change(*map(to_device, (before, after)), selection, update) if can_differ else None
+        raw.append((change, _digest_on_device(after, selection)))
+    pairs = zip(leaves, jax.device_get(raw), strict=True)
+    return [(_described(*leaf[:2], change), np.asarray(digest).tobytes()) for leaf, (change, digest) in pairs]
 
 
 def _digest_on_device(value: Any, selection: Selection) -> Any:
@@ -52,19 +54,12 @@ def _digest_on_device(value: Any, selection: Selection) -> Any:
 
 
 def digests_of(value: Any, selection: Selection) -> tuple[Any, Any]:
-    """Digests of the frozen elements of a leaf, and of all others."""
     nothing = np.zeros(_bits.LANES, np.uint32)
     if not selection.in_part:
         found = _digest_on_device(value, FROZEN)
         return (found, nothing) if selection is FROZEN else (nothing, found)
     frozen = _digest_on_device(value, selection)
     return frozen, _digest_on_device(value, FROZEN) - frozen
-
-
-def _change_on_device(before: Any, after: Any, selection: Selection, update: Any) -> Any:
-    if np.shape(before) != np.shape(after) or not jnp.issubdtype(jnp.result_type(before), jnp.number):
-        return None
-    return _change(*map(to_device, (before, after)), selection, update)
 
 
 def _described(before: Any, after: Any, change: Any) -> Change:

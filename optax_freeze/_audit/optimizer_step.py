@@ -15,9 +15,9 @@ import numpy as np
 import optax
 
 from optax_freeze._audit import causes
-from optax_freeze._audit.reactions import Answer, Gradient, changed, differences
+from optax_freeze._audit.reactions import Answer, Gradient, changed, difference
 from optax_freeze._audit.step import State, Step
-from optax_freeze._errors import is_array
+from optax_freeze._errors import is_array, is_scalar
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._optimizer.leaf_updates import is_nothing, zero
 from optax_freeze._spec import tree as _tree
@@ -105,9 +105,7 @@ class OptimizerStep(Step):
 
         new = {i: other(i) for i in self.frozen}
         state = jax.tree.leaves(self._init({i: self._leaves[i] for i in self._numbers} | new))
-        return {self.params[i]: value for i, value in new.items()} | dict(
-            zip(sorted(self.in_optimizer), state, strict=True)
-        )
+        return {self.params[i]: x for i, x in new.items()} | dict(zip(sorted(self.in_optimizer), state, strict=True))
 
     def statistics(self) -> list[int]:
         return []
@@ -239,11 +237,8 @@ class GivenGradients:
             return "two equal runs gave different updates: what trainable parameters depend on cannot be judged"
         if nan:
             return "updates of trainable parameters are NaN whatever is frozen: what they depend on cannot be judged"
-        if not live and not self.untrained[0]:
-            return (
-                "trainable parameters had no update in these steps: give more, for gradient accumulation or a warm-up"
-            )
-        return ""
+        text = "trainable parameters had no update in these steps: give more, for gradient accumulation or a warm-up"
+        return "" if live or self.untrained[0] else text
 
     def _answer(self, distances: Any = None, fills: Any = None, changes: Mapping[int, Any] = {}) -> Answer:
         """What differs in a second run."""
@@ -269,7 +264,8 @@ class GivenGradients:
         step = self._step
         places = [*step.updates.values(), *(k for k in sorted(step.in_optimizer) if is_array(step.start[k]))]
         masks = [step.mask(self._param_at[k]) if k in self._param_at else np.asarray(False) for k in places]
-        return places, jax.device_get(differences([a[k] for k in places], [b[k] for k in places], masks))
+        pairs = zip(places, masks, strict=True)
+        return places, jax.device_get([difference(a[k], b[k], mask) for k, mask in pairs])
 
     def _of_updates(self) -> tuple[bool, set[int]]:
         """Whether a trainable element has an update, and the parameters for which one is NaN."""
@@ -312,9 +308,7 @@ def _normal(like: Any, *seed: int) -> np.ndarray:
 
 
 def _is_number(value: Any) -> bool:
-    if is_array(value):
-        return not jnp.issubdtype(value.dtype, jax.dtypes.extended)
-    return isinstance(value, (bool, int, float, complex))
+    return is_scalar(value) or (is_array(value) and not jnp.issubdtype(value.dtype, jax.dtypes.extended))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

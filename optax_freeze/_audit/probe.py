@@ -8,6 +8,7 @@ question.
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,58 +19,44 @@ from jax.core import Tracer
 from optax_freeze._audit.reactions import CHANGES, changed
 from optax_freeze._errors import is_array
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.prefix_tree import is_above
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import Part
+from optax_freeze._state.state_entries import join
 
 ZERO = CHANGES.index("zero")
 _NONE, _ALSO_ZEROS, _SAMPLE = -1, len(CHANGES), 64
 
 
+@dataclass(eq=False)
 class Probe:
-    """Losses of parameters, and the changes of their gradients.
+    """Losses of parameters, which are known by their numbers, and the changes of their gradients."""
 
-    Attributes:
-      losses: their number.
-      change: which change is made, a place in ``CHANGES``; None for no change.
-      chosen: the numbers of the parameters whose gradients are changed, at their frozen elements; zeros are put in
-        place of all elements.
-      zeros: whether elements that are zero are changed, too.
-      computed: the parameters whose gradients were computed since it was cleared.
-      called: the losses that were called, by number.
-      given: the parameters that a loss was given.
-      other_shape: those of them whose frozen elements are not known, since the loss gets another shape.
-      other_values: those that are frozen in part, of which a loss gets other values than the parameters have.
-      differentiated: the parameters with respect to which a loss is differentiated.
-      nonzero: those of them whose gradient is not a symbolic zero.
-      not_zero: those of them with a gradient that is not zero when the step runs, if this is watched.
-      eager: those of them whose gradient is computed outside of any jitted function.
-      twice: those of them whose gradient is differentiated.
-      several: the subtrees of the parameters that an argument may be which is differentiated.
-    """
+    shapes: Mapping[int, tuple[int, ...]]
+    paths: Mapping[int, str]
+    masks: Mapping[int, Any]  # where they are frozen: True for everywhere, None for nowhere
+    losses: int  # their number
+    change: int | None = None  # which change is made, a place in `CHANGES`; None for no change
+    chosen: Collection[int] = ()  # whose gradients are changed, at frozen elements; zeros are put in place of all
+    zeros: bool = False  # whether elements that are zero are changed, too
+    computed: set[int] = field(default_factory=set)  # whose gradients were computed since it was cleared
+    called: set[int] = field(default_factory=set)  # the losses that were called
+    given: set[int] = field(default_factory=set)  # what a loss was given
+    other_shape: set[int] = field(default_factory=set)  # of it what has another shape: which frozen elements?
+    other_values: set[int] = field(default_factory=set)  # what is frozen in part, with other values
+    differentiated: set[int] = field(default_factory=set)  # with respect to which a loss is differentiated
+    nonzero: set[int] = field(default_factory=set)  # of it what has a gradient that is not a symbolic zero,
+    not_zero: set[int] = field(default_factory=set)  # and one that is not zero when the step runs, if this is watched
+    eager: set[int] = field(default_factory=set)  # whose gradient is computed outside of any jitted function
+    twice: set[int] = field(default_factory=set)  # whose gradient is differentiated
+    several: set[tuple[str, ...]] = field(default_factory=set)  # subtrees, one of which a loss was given
 
-    def __init__(self, shapes: Mapping[int, tuple[int, ...]], paths: Mapping[int, str], masks: Mapping[int, Any]):
-        self._shapes, self._paths, self._masks = shapes, paths, masks
-        self._number_of = {path: i for i, path in paths.items()}
-        self._samples = {
-            i: _sample(mask, shapes[i]) for i, mask in masks.items() if mask is not True and mask is not None
-        }
+    def __post_init__(self) -> None:
+        self._number_of = {path: i for i, path in self.paths.items()}
+        partly = {i: mask for i, mask in self.masks.items() if mask is not True and mask is not None}
+        self._samples = {i: _sample(mask, self.shapes[i]) for i, mask in partly.items()}
         self._expected: dict[int, np.ndarray] = {}
-        self._below = _subtrees(paths.values())
-        self.losses = 0
-        self.change: int | None = None
-        self.chosen: Collection[int] = ()
-        self.zeros = False
-        self.computed: set[int] = set()
-        self.called: set[int] = set()
-        self.given: set[int] = set()
-        self.other_shape: set[int] = set()
-        self.other_values: set[int] = set()
-        self.differentiated: set[int] = set()
-        self.nonzero: set[int] = set()
-        self.not_zero: set[int] = set()
-        self.eager: set[int] = set()
-        self.twice: set[int] = set()
-        self.several: set[tuple[str, ...]] = set()
+        self._below = _subtrees(self.paths.values())
 
     def begin(self, values: Mapping[int, Any]) -> None:
         """Before a step from these parameters, by number: forgets what was computed."""
@@ -121,18 +108,18 @@ class Probe:
         roots = [""] if leaves else []
         while roots:
             root = roots.pop()
-            rel = {_below(path, root): k for path, k in leaves.items() if _is_below(path, root)}
+            rel = {_below(path, root): k for path, k in leaves.items() if is_above(root, path)}
             given = {path: values[k] for path, k in rel.items()}
             fits = [b for b in ([at] if at is not None else self._below) if self._fit(given, b, at)]
             if "" in fits and {*given} >= self._below[""]:
                 fits = [""]
             if len(fits) == 1:
                 [below] = fits
-                yield from ((rel[r], self._number_of[_joined(below, r)]) for r in {*rel} & self._below[below])
+                yield from ((rel[r], self._number_of[join(below, r)]) for r in {*rel} & self._below[below])
             elif fits:
-                yield from ((k, tuple(map(_named, fits))) for k in rel.values())
+                yield from ((k, tuple(each or "the whole tree" for each in fits)) for k in rel.values())
             elif "" not in rel:
-                roots += {_joined(root, r.partition("/")[0]) for r in rel}
+                roots += {join(root, r.partition("/")[0]) for r in rel}
 
     def _fit(self, given: Mapping[str, Any], below: str, at: str | None) -> bool:
         """Whether a tree has the paths of a subtree of the parameters, more or fewer of them, with their shapes."""
@@ -143,7 +130,7 @@ class Probe:
             return False
         if not below and own <= {*given} and "" not in own:
             return True
-        shapes = {path: self._shapes[self._number_of[_joined(below, path)]] for path in own & {*given}}
+        shapes = {path: self.shapes[self._number_of[join(below, path)]] for path in own & {*given}}
         of_device = not below or at is not None  # one device's slice
         return all(
             isinstance(given[path], Part) or np.shape(given[path]) in (shape, *[shape[1:]] * of_device)
@@ -164,8 +151,8 @@ class Probe:
         return jax.lax.stop_gradient(value) if mask is True else value
 
     def _mask_for(self, i: int, shape: tuple[int, ...]) -> Any:
-        """Where a parameter is frozen, that a loss gets with a shape: True for everywhere, None for nowhere."""
-        mask, own = self._masks[i], self._shapes[i]
+        """Where a parameter is frozen, that a loss gets with a shape."""
+        mask, own = self.masks[i], self.shapes[i]
         if mask is True or mask is None or shape == own:
             return mask
         if shape == own[1:] and (mask.shape[0] == 1 or (mask == mask[:1]).all()):
@@ -187,6 +174,7 @@ class Probe:
                     code = _NONE
             return np.asarray(code, np.int32)
 
+        # Its derivative notes that the gradient is differentiated again, as by a Hessian-vector product.
         @jax.custom_jvp
         def tamper(ct: Any, code: Any) -> Any:
             change = jnp.where(code < 0, code, code % _ALSO_ZEROS)
@@ -246,9 +234,8 @@ def _identity(differentiated: Callable[[], None], backward: Callable[[Any, Any],
             differentiated()
         return x.value, x.value
 
-    identity.defvjp(
-        forward, lambda x, ct: (None if isinstance(ct, SymbolicZero) else backward(x, ct),), symbolic_zeros=True
-    )
+    changed_or_none = lambda x, ct: (None if isinstance(ct, SymbolicZero) else backward(x, ct),)  # noqa: E731
+    identity.defvjp(forward, changed_or_none, symbolic_zeros=True)
     return identity
 
 
@@ -269,26 +256,12 @@ def _subtrees(paths: Collection[str]) -> dict[str, set[str]]:
     return found
 
 
-def _is_below(path: str, root: str) -> bool:
-    return not root or path == root or path.startswith(f"{root}/")
-
-
 def _below(path: str, root: str) -> str:
     return path[len(root) + 1 :] if root else path
 
 
-def _joined(root: str, path: str) -> str:
-    return f"{root}/{path}" if root and path else root or path
-
-
-def _named(root: str) -> str:
-    return root or "the whole tree"
-
-
 def _is_inexact(value: Any) -> bool:
-    if isinstance(value, Part):
-        return True
-    return is_array(value) and jnp.issubdtype(value.dtype, jnp.inexact)
+    return isinstance(value, Part) or (is_array(value) and jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def _is_module(node: Any) -> bool:

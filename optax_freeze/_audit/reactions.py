@@ -30,10 +30,8 @@ class Gradient(NamedTuple):
 
     def trainable(self, answer: Answer) -> set[int]:
         """The parameters whose trainable elements differ, or the state of which does; of its own not the state."""
-        own = {*self.leaves}
-        return {
-            i for name, i in answer if i is not None and (name == "trainable" or (name == "state" and i not in own))
-        }
+        own = {("state", i) for i in self.leaves}
+        return {i for name, i in answer - own if i is not None and name in ("trainable", "state")}
 
     @classmethod
     def of(cls, leaves: tuple[int, ...], answers: Sequence[Answer], *more: Any) -> "Gradient":
@@ -58,13 +56,9 @@ def changed(value: Any, change: Any) -> Any:
     return with_sharding(explicit_sharding(value), new, value, change)
 
 
-def differences(values: Sequence[Any], expected: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
-    """For each pair of arrays how many elements differ where frozen, and how many elsewhere."""
-    return [_difference(a, b, mask) for a, b, mask in zip(values, expected, frozen, strict=True)]
-
-
 @jax.jit
-def _difference(a: Any, b: Any, frozen: Any) -> Any:
+def difference(a: Any, b: Any, frozen: Any) -> Any:
+    """How many elements of two arrays differ where frozen, and how many elsewhere."""
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = map(jax.random.key_data, (a, b))
         frozen = jnp.asarray(False)

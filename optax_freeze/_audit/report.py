@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from optax_freeze._errors import counted, message
+from optax_freeze._errors import counted, listed, message
 
 Kind: TypeAlias = Literal["moved", "changed", "gradient", "state", "untrained"]
 
@@ -39,12 +39,7 @@ class Audit:
     """The result of :func:`audit`: true if there is no leak. ``str`` gives a text for logs.
 
     Attributes:
-      leaks: one for each leaf and cause, a named tuple. Its ``kind`` is ``"moved"`` (a frozen element has an update),
-        ``"changed"`` (the update of trainable elements depends on frozen ones), ``"gradient"`` (a step uses a gradient
-        of them), ``"state"`` (state is stored for them) or ``"untrained"`` (the gradient of trainable elements affects
-        neither updates nor state). ``path``, ``cause``, ``got``, ``expected`` and ``fix`` say where, why, and what to
-        do; ``elements``, ``nbytes`` and ``flops`` are the elements concerned, the size of the state, and the cost of
-        the gradients of all frozen leaves.
+      leaks: a :class:`Leak` for each leaf and cause.
       leaves: the number of leaves.
       frozen: the number of leaves that are frozen, in whole or in part.
       steps: the steps of each run.
@@ -99,5 +94,4 @@ def _text(rows: list[Leak]) -> str:
     got = most.got
     if len(rows) > 1:
         got += f" ({most.path})" + f"; {sum(leak.nbytes for leak in rows):,} bytes in all" * (most.kind == "state")
-    at = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-    return message(f"{most.kind}: {most.cause}", at=at, got=got, expected=most.expected, fix=most.fix)
+    return message(f"{most.kind}: {most.cause}", at=listed(paths), got=got, expected=most.expected, fix=most.fix)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._audit.measurements import Change, changes_of, is_cast_of, moved_elements, share
-from optax_freeze._audit.reactions import differences
+from optax_freeze._audit.reactions import difference
 from optax_freeze._audit.step import State, Step, like, other_batch, other_values
 from optax_freeze._errors import in_one_line, is_array
 from optax_freeze._spec.memory_kinds import to_device
@@ -25,11 +25,8 @@ if TYPE_CHECKING:
     from optax_freeze._audit.changed_gradients import ChangedGradients
     from optax_freeze._audit.untaken_branches import UntakenBranches
 
-ANOTHER_BATCH, ANOTHER_VALUES, ANOTHER_STATE = (
-    "another batch",
-    "other frozen values",
-    "another state of frozen elements",
-)
+ANOTHER_BATCH, ANOTHER_VALUES = "another batch", "other frozen values"
+ANOTHER_STATE = "another state of frozen elements"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +63,12 @@ class Record:
 
     def _updated(self, positions: Sequence[int], state: State) -> list[int]:
         """How many frozen elements of parameters have updates, which may be too small to change a bit."""
-        step, found = self.runs.step, dict.fromkeys(positions, 0)
-        places = [k for k in positions if k in step.updates]
-        updates = [state[step.updates[k]] for k in places]
-        masks = [np.asarray(self.runs.watched[k].frozen(np.ndim(self._before[k]))) for k in places]
-        counts = differences(updates, [jnp.zeros_like(update) for update in updates], masks)
-        return [*(found | {k: int(count[0]) for k, count in zip(places, jax.device_get(counts), strict=True)}).values()]
+        step, counts = self.runs.step, {}
+        for k in (k for k in positions if k in step.updates):
+            update, frozen = state[step.updates[k]], self.runs.watched[k].frozen(np.ndim(self._before[k]))
+            counts[k] = difference(update, jnp.zeros_like(update), np.asarray(frozen))[0]
+        found = jax.device_get(counts)
+        return [int(found.get(k, 0)) for k in positions]
 
     def text(self, k: int, with_other: str = "") -> str:
         move, selection, shape = self.moves[k], self.runs.watched[k], np.shape(self._before[k])
@@ -116,19 +113,30 @@ class Runs:
             given = other_batch(step.batch) if batch is True else (tuple(batch), step.batch[1])
             self._run(ANOTHER_BATCH, "other_batch", {}, given)
         if values is not False:
-            copies = {k: step.params[i] for k, (i, *_) in self.averages.items() if step.params[i] in own}
-            equal = {k: like(step.start[k], to_device(own[at])) for k, at in copies.items()}
-            self._run(ANOTHER_VALUES, "other_values", own | equal)
+            self._run_with_values(own)
         self._candidates = self._of_state()
-        places = [k for k, i in self._candidates.items() if np.size(step.start[k]) and self._may_move(k)]
-        moments = {k: like(step.start[k], jnp.asarray(to_device(step.start[k])) + 1) for k in places}
-        if moments:
-            self._run(ANOTHER_STATE, "", moments)
+        self._run_with_state()
         self._run_later()
         self.held = self._held()
         if branches is not None:
             moved = {k for record in self.records.values() for k in record.moves}
             self.notes += branches.note([i for i in step.frozen if step.params[i] in moved])
+
+    def _run_with_values(self, values: Mapping[int, Any]) -> None:
+        """With other frozen values; averages that equal these begin as their copies, as they did before."""
+        start, places = self.step.start, self.step.params
+        copies = {k: places[i] for k, (i, *_) in self.averages.items() if places[i] in values}
+        equal = {k: like(start[k], to_device(values[at])) for k, at in copies.items()}
+        self._run(ANOTHER_VALUES, "other_values", {**values, **equal})
+
+    def _run_with_state(self) -> None:
+        """With moments for frozen elements, if there is state for them; the integers of an optimizer count steps."""
+        step = self.step
+        inexact = {k for k in self._candidates if jnp.issubdtype(step.start[k].dtype, jnp.inexact)}
+        places = [k for k in self._candidates if np.size(step.start[k]) and k not in step.in_optimizer - inexact]
+        if places:
+            moments = {k: like(step.start[k], jnp.asarray(to_device(step.start[k])) + 1) for k in places}
+            self._run(ANOTHER_STATE, "", moments)
 
     def _first(self) -> Record:
         step, gradients = self.step, self.gradients
@@ -152,7 +160,7 @@ class Runs:
         state, others = self.step.advance(before)
         record.add(state)
         plain = gradients.digests([*state, *others])
-        del state, others
+        del state, others  # a large model has room for two states, not for three
         gradients.react(before, plain)
         state, others = self.step.advance(before)
         gradients.compare(gradients.digests(before), plain, gradients.digests([*state, *others]))
@@ -163,7 +171,6 @@ class Runs:
             self.branches.see(state, batch)
 
     def _counters_of(self, last: State) -> list[int]:
-        """The integers that count the steps."""
         step = self.step
         own = {*step.params.values()} | {*step.bits.values()}
         return [
@@ -253,18 +260,10 @@ class Runs:
     def _of_state(self) -> dict[int, int | None]:
         """The leaves of the state that may be moments of frozen elements, with their parameters."""
         step, found = self.step, {}
-        own = {*step.params.values()}
+        others = {*step.params.values(), *self.averages, *self.copies, *step.kept, *self._statistics}
         for k, leaf in enumerate(step.start):
-            if (
-                k in own
-                or k in self.averages
-                or k in self.copies
-                or k in step.kept
-                or not is_array(leaf)
-                or k in self._statistics
-            ):
-                continue
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or leaf.dtype == bool:
+            is_number = is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) and leaf.dtype != bool
+            if k in others or not is_number:
                 continue
             if k in step.in_optimizer or self.gradients is None:
                 if self._is_of_frozen(k):
@@ -275,16 +274,12 @@ class Runs:
                 found[k] = alike[0]
         return found
 
-    def _may_move(self, k: int) -> bool:
-        """Whether an array of the state is changed for another run; the integers of an optimizer count."""
-        return k not in self.step.in_optimizer or jnp.issubdtype(self.step.start[k].dtype, jnp.inexact)
-
     def _is_of_frozen(self, k: int) -> bool:
         """Whether a leaf of an optimizer state holds values for frozen elements, by its path."""
         step, entry = self.step, self.step.entries.get(k)
-        if entry is None or k in step.kept or entry.address is None or isinstance(entry.value, Part):
+        if entry is None or k in step.kept or entry.address is None:
             return False
-        if not is_array(entry.value):
+        if isinstance(entry.value, Part) or not is_array(entry.value):
             return False
         if entry.leaf is None:  # all parameters in one vector
             size = sum(int(np.size(step.start[position])) for position in step.params.values())
@@ -327,11 +322,8 @@ class Runs:
 
     def reacts(self, position: int) -> bool:
         """Whether frozen elements move with another state, and in another way than with the given one."""
-        return (
-            ANOTHER_STATE in self.records
-            and position in self.records[ANOTHER_STATE].moves
-            and self.differ(ANOTHER_STATE, position)
-        )
+        record = self.records.get(ANOTHER_STATE)
+        return record is not None and position in record.moves and self.differ(ANOTHER_STATE, position)
 
     def differ(self, name: str, position: int) -> bool:
         """Whether frozen elements have other values than in the first run."""
@@ -378,5 +370,4 @@ def _is_of_frozen_elements(selection: Selection, entry: Entry) -> bool:
 
 
 def _last(states: Iterator[State]) -> State:
-    """The last of some states, none of which is kept."""
     return collections.deque(states, maxlen=1).pop()

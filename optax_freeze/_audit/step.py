@@ -104,25 +104,17 @@ class Step:
         self.kept: set[int] = set()
         self.in_optimizer = _of_optimizers(own)
         self._find_entries(own)
-        self.in_groups = {
-            plan.leaves[i].path
-            for each in states_in(own, FreezeWhenState)
-            for plan in each.plan.plans[:-1]
-            for i in plan.own
-        }
-        self.trains_in_state = {
-            leaf.path
-            for state in states_in(own, FreezeState)
-            for leaf, selection in zip(state.plan.leaves, state.plan.selections, strict=True)
-            if selection is not FROZEN
-        }
+        groups = [plan for state in states_in(own, FreezeWhenState) for plan in state.plan.plans[:-1]]
+        self.in_groups = {plan.leaves[i].path for plan in groups for i in plan.own}
+        plans = [state.plan for state in states_in(own, FreezeState)]
+        self.trains_in_state = {plan.leaves[i].path for plan in plans for i in plan.own}
 
     def _other_frozen_leaves(self, tree: PyTree, params: Any, frozen: Spec) -> dict[str, int]:
         """The integers, bools, keys and Python numbers that a spec freezes; not the streams of NNX."""
-        # Equal numbers are one object, so their positions are those of others in their place.
-        leaves = [_own_number(leaf) for leaf in self.start]
+        # Equal Python numbers are one object, so their positions take their places. Arrays are found by their ids.
+        leaves = [_Place(k) if is_scalar(leaf) else leaf for k, leaf in enumerate(self.start)]
+        positions = {id(leaf): k for k, leaf in enumerate(leaves) if isinstance(leaf, _Place) or is_array(leaf)}
         places = _tree.walk(_parameters(self._state(leaves), params)).values
-        positions = {id(x): position for position, x in enumerate(leaves) if is_array(x) or is_scalar(x)}
         walk = _tree.walk(tree)
         found = walk.leaves()
         streams = getattr(sys.modules.get("flax.nnx"), "RngState", ())
@@ -136,7 +128,6 @@ class Step:
         }
 
     def with_function(self, function: Callable[..., Any]) -> "Step":
-        """The same step, computed by another function."""
         other = copy_of(self)
         other.function = function
         return other
@@ -249,7 +240,6 @@ class Step:
         return self.paths[k].removesuffix(leaf or "").rstrip("/")
 
     def elements(self, i: int, *, frozen: bool) -> int:
-        """The number of frozen, or of trainable, elements of a parameter."""
         return int(np.sum(np.broadcast_to(self.mask(i), self.plan.leaves[i].shape or ()) == frozen))
 
     def statistics(self) -> list[int]:
@@ -274,9 +264,8 @@ class Step:
     def _find_entries(self, state: PyTree) -> None:
         """Finds the entries of all subtrees of the state without parameters."""
         own = {id(self.start[position]) for position in self.params.values()}
-        nodes = jax.tree.leaves(
-            state, is_leaf=lambda node: is_array(node) or own.isdisjoint(map(id, jax.tree.leaves(node)))
-        )
+        has_none = lambda node: own.isdisjoint(map(id, jax.tree.leaves(node)))  # noqa: E731
+        nodes = jax.tree.leaves(state, is_leaf=lambda node: is_array(node) or has_none(node))
         position = 0
         for node in nodes:
             position = position + 1 if is_array(node) else self._add_entries(node, position)
@@ -306,7 +295,6 @@ def _distinct(leaves: State) -> State:
 
 
 def copy(leaf: Any) -> Any:
-    """A copy of an array, in its memory; any other leaf itself."""
     if not is_array(leaf):
         return leaf
     return np.array(leaf) if isinstance(leaf, np.ndarray) else to_memory_of(leaf, jnp.copy(to_device(leaf)))
@@ -355,17 +343,8 @@ def _mixed(leaf: Any) -> Any:
     return (0.75 * leaf + 0.5 * leaf[::-1]).astype(leaf.dtype)
 
 
-class _Int(int):
-    """An int that is an object of its own; small ones of Python are not."""
-
-
-def _own_number(leaf: Any) -> Any:
-    """A Python number as an object of its own; another leaf as it is."""
-    if not is_scalar(leaf):
-        return leaf
-    if isinstance(leaf, complex):
-        return complex(leaf.real, leaf.imag)
-    return _Int(leaf) if isinstance(leaf, int) else float(str(leaf))
+class _Place(int):
+    """A position among the leaves of a state, as an object of its own; small ints of Python are not."""
 
 
 def _of_optimizers(state: PyTree) -> set[int]:

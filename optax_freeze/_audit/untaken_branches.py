@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from optax_freeze._audit.step import State, Step
+from optax_freeze._errors import listed
 from optax_freeze._jax_internals import Branches, Literal, inside, programs_in
 from optax_freeze._program.regions import EVERYTHING, Values
 from optax_freeze._program.tasks import ALWAYS
@@ -73,8 +74,7 @@ class UntakenBranches:
         in_loops = [self._step.plan.leaves[i].path for i in self._leaves if i in self._in_loops and i not in moved]
         for what, found in (("no run took a branch", paths), ("a loop has a branch", in_loops)):
             if found:
-                more = f" and {len(found) - 3} more" * (len(found) > 3)
-                yield f"{what} that can write {', '.join(found[:3])}{more}: whether it does is not known"
+                yield f"{what} that can write {listed(found)}: whether it does is not known"
 
 
 def _keeps(branch: Any, result: int, operands: Sequence[Any], own: int) -> bool:

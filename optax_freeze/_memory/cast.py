@@ -14,6 +14,8 @@ from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.tree import PyTree, Rest
 
+_FIX = "fz.cast(params, frozen, jnp.bfloat16) has the range of float32"
+
 
 def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
     """Converts frozen parameters to another floating-point type, and leaves trainable ones as they are.
@@ -52,7 +54,8 @@ def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
 
     def once(array: Any, path: str) -> Any:
         if id(array) not in done:
-            done[id(array)] = _converted(array, to, path)
+            is_float = is_array(array) and jnp.issubdtype(array.dtype, jnp.floating)
+            done[id(array)] = converted(array, to, path, _FIX) if is_float else array
         return done[id(array)]
 
     new = []
@@ -79,9 +82,3 @@ def _floating(dtype: Any) -> np.dtype:
             fix="fz.cast(params, frozen, jnp.bfloat16); for integers use a library that quantizes, such as Qwix",
         )
     return to
-
-
-def _converted(value: Any, to: np.dtype, path: str) -> Any:
-    if not is_array(value) or not jnp.issubdtype(value.dtype, jnp.floating):
-        return value
-    return converted(value, to, path, "fz.cast(params, frozen, jnp.bfloat16) has the range of float32")

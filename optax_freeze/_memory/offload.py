@@ -15,15 +15,16 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from optax_freeze._errors import type_error, value_error, whole_number
-from optax_freeze._memory.idle_state import with_idle_groups
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
+from optax_freeze._optimizer.group_state import GroupState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import HOST, is_in_blocks, is_on_host, on_device, to_device
 from optax_freeze._spec.plan import may_stay_on_host
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, Selection
 from optax_freeze._spec.tree import Leaf, PyTree, Rest
-from optax_freeze._state.own_states import states_in
+from optax_freeze._state.own_states import map_states, states_in
+from optax_freeze._state.set_frozen import currently_frozen
 
 
 def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = None, min_bytes: int = 2**20) -> PyTree:
@@ -75,7 +76,7 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
     fix = "min_bytes=2**20, or 0 to move every frozen array of three or more axes"
     min_bytes = whole_number("min_bytes", min_bytes, fix=fix)
     if frozen is None and tables is None and states_in(tree, FreezeWhenState):
-        return with_idle_groups(tree, min_bytes, _to_host, _to_device)
+        return _with_idle_groups(tree, min_bytes)
     if frozen is None:
         raise type_error(
             "fz.offload needs a spec",
@@ -98,6 +99,34 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
     return jax.tree.unflatten(treedef, [moved.get(id(v), other) for v, other in zip(values, back, strict=True)])
 
 
+def _with_idle_groups(state: PyTree, min_bytes: int) -> PyTree:
+    """Moves the arrays of frozen groups to the host, except small ones, and those of the other groups to the device."""
+
+    def placed(leaf: Any, is_idle: bool) -> Any:
+        if not isinstance(leaf, jax.Array) or not leaf.ndim or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return leaf
+        if not is_idle:
+            return _to_device(leaf)
+        return _to_host(leaf) if is_on_host(leaf) or leaf.nbytes >= min_bytes else leaf
+
+    def in_group(group: GroupState, is_idle: bool) -> GroupState:
+        return group._replace(inner_state=jax.tree.map(lambda leaf: placed(leaf, is_idle), group.inner_state))
+
+    def visit(node: Any) -> Any:
+        frozen = currently_frozen(node)
+        if any(isinstance(idle, Tracer) for idle in frozen.values()):
+            raise value_error(
+                "the currently frozen groups are not known inside jit",
+                at="fz.offload(state)",
+                got="a traced state",
+                expected="a state with values, since the memory of its arrays is part of the compiled program",
+                fix="call fz.offload(state) between steps, after the step in which groups freeze or thaw",
+            )
+        return node._replace(groups={name: in_group(node.groups[name], frozen[name]) for name in node.groups})
+
+    return map_states(visit, state, FreezeWhenState)
+
+
 def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int, is_table: bool) -> bool:
     """Whether a leaf can be read from the host: a large stack or table that is frozen completely or by static rows."""
     selection = value.selection if isinstance(value, Rest) else selection
@@ -116,7 +145,6 @@ def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int, is_ta
 
 
 def _refuse_unreadable_rows(value: Any, path: str, shape: tuple[int, ...]) -> None:
-    """Raises a ``ValueError`` if devices cannot read rows of this matrix in host memory."""
     sharding = getattr(value.array if isinstance(value, Rest) else value, "sharding", None)
     of_device = shape if sharding is None else sharding.shard_shape(shape)
     if not (is_in_blocks(of_device) and of_device[0] == shape[0]):
@@ -166,14 +194,12 @@ def _placed(value: Any, sharding: Any) -> Any:
 
 
 def default_device() -> Any:
-    """The device on which JAX puts arrays by default."""
     config: Any = jax.config
     device = config.jax_default_device
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device or jax.local_devices()[0]
 
 
 def _refuse_no_host_memory(sharding: Sharding) -> None:
-    """Raises a ``ValueError`` if arrays with this sharding cannot be moved to host memory."""
     for device in _devices(sharding):
         kinds = _memory_kinds(device)
         if kinds is not None and HOST not in kinds:

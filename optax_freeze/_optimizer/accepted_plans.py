@@ -23,7 +23,6 @@ class AcceptedPlans:
 
     @property
     def latest(self) -> Any:
-        """The plan that was accepted last, or None."""
         return self._plans[-1]
 
     def add(self, plan: Any) -> Any:
@@ -43,7 +42,6 @@ class AcceptedPlans:
 
 
 def other_transformation(got: str, expected: str) -> TypeError:
-    """The error for the state of another transformation."""
     return type_error(
         "the state was created by a different transformation",
         at="the second argument of update",
@@ -54,7 +52,6 @@ def other_transformation(got: str, expected: str) -> TypeError:
 
 
 def refuse_other_selections(plan: Plan, own: Plan, what: str, where: str = "") -> None:
-    """A ``ValueError`` if other elements train in the plan of a state than in that of this transformation."""
     for leaf, its, mine in plan.entries(own.selections):
         if its != mine:
             raise value_error(

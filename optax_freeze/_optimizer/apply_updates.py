@@ -55,13 +55,10 @@ def apply_updates(params: Tree, updates: PyTree, frozen: Spec | None = None) -> 
             refuse_other_leaf(change, Leaf(paths()[i], jnp.shape(value), index=index), selection, "updates")
             refuse_other_rows(change, selection, paths()[i], "updates")
         elif not _fits(value, change):
-            what = "updates: an update does not fit its parameter"
-            got = (
-                "an update where the parameters have optax.MaskedNode()"
-                if _tree.is_masked_node(value)
-                else _shape(change)
-            )
-            expected = "fz.apply_updates(params, updates)" if _tree.is_masked_node(value) else _shape(value)
+            what, got = "updates: an update does not fit its parameter", "an update where the parameters have"
+            got, expected = f"{got} optax.MaskedNode()", "fz.apply_updates(params, updates)"
+            if not _tree.is_masked_node(value):
+                got, expected = _shape(change), _shape(value)
             fix = "the parameters come first; pass the updates that belong to these parameters"
             raise value_error(what, at=paths()[i], got=got, expected=expected, fix=fix)
         elif is_on_host(value) and not isinstance(change, Part) and jnp.ndim(change):

@@ -1,14 +1,20 @@
-"""Calls ``init`` of an optimizer: for shapes alone, or with other masks than those of its specs."""
+"""Calls ``init`` of an optimizer: for shapes alone, with other masks than those of its specs, or telling its errors.
 
+Optax calls a pytree of masks or labels that is callable, as an Equinox module is. ``optax.masked`` looks whether its
+mask is a pytree, but ``optax.inject_hyperparams`` takes every callable for a schedule, ``optax.partition`` for labels.
+"""
+
+import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._errors import is_array
+from optax_freeze._errors import is_array, is_bool, type_error
 from optax_freeze._spec.tied_leaves import traced_from
 from optax_freeze._spec.tree import PyTree
 
@@ -76,3 +82,38 @@ def first_difference(a: Any, b: Any) -> int | Literal["rank"] | None:
     if a.ndim != b.ndim:
         return "rank"
     return next((i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m), None)
+
+
+@contextlib.contextmanager
+def saying_what_optax_calls() -> Iterator[None]:
+    """A ``TypeError`` in place of an error for which a called pytree is the cause."""
+    try:
+        yield
+    except Exception as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            scope = frame.f_locals
+            schedule, labels = getattr(scope.get("self"), "schedule_fn", None), scope.get("param_labels")
+            if _is_tree_of(is_bool, schedule):
+                raise _called(
+                    schedule,
+                    "for a schedule",
+                    "name the argument: optax.inject_hyperparams(optax.adamw, static_args='mask')(...)",
+                ) from error
+            if _is_tree_of(lambda leaf: isinstance(leaf, str), labels):
+                raise _called(labels, "for a function", "optax.partition(transforms, lambda _: labels)") from error
+        raise
+
+
+def _is_tree_of(is_kind: Any, value: Any) -> bool:
+    leaves = jax.tree.leaves(value) if callable(value) else []
+    return bool(leaves) and all(map(is_kind, leaves))
+
+
+def _called(tree: Any, what: str, fix: str) -> TypeError:
+    return type_error(
+        f"Optax takes a callable pytree {what}",
+        at="init",
+        got=f"a tree of type {type(tree).__name__}",
+        expected="a tree that Optax does not call",
+        fix=fix,
+    )

@@ -223,6 +223,5 @@ class GroupStats(NamedTuple):
 
 
 def global_norm(gradient: PyTree) -> jax.Array:
-    """The global norm in float32."""
     squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(gradient)]
     return jnp.sqrt(sum(squares, jnp.zeros([], jnp.float32)))

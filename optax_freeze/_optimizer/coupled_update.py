@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import optax
 
-from optax_freeze._optimizer.extra_args import OF_PARAMS, mapped
 from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate
+from optax_freeze._optimizer.outer_transformation import OF_PARAMS, mapped
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import replaced, zeroed
 from optax_freeze._spec.selection import Selection

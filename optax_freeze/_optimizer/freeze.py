@@ -5,32 +5,28 @@ frozen gradients reach norms and finite checks). :func:`freeze` wraps the optimi
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans, refuse_other_selections
-from optax_freeze._optimizer.call_init import changed, with_own_buffers
+from optax_freeze._optimizer.call_init import changed, saying_what_optax_calls, with_own_buffers
+from optax_freeze._optimizer.full_updates import updated_leaf
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
 from optax_freeze._optimizer.kept_state import KeptState, refuse_part_of_kept
-from optax_freeze._optimizer.leaf_updates import negative_zero, zero
 from optax_freeze._optimizer.nnx_variables import stored
-from optax_freeze._optimizer.optax_call_errors import saying_what_optax_calls
 from optax_freeze._optimizer.outer_transformation import around, as_parts
 from optax_freeze._optimizer.transformation import Update, as_transformation, is_optimizer
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.init_warnings import warn_of_leaves
-from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
-from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent
-from optax_freeze._spec.selection import FROZEN, DynamicRowIndex, Selection
-from optax_freeze._spec.tree import Leaf, Part, PyTree
+from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent, warn_of_leaves
+from optax_freeze._spec.selection import FROZEN
+from optax_freeze._spec.tree import Part, PyTree
 
 
 def masked_zero_updates(frozen: Spec, *, tied: Tied = "error") -> optax.GradientTransformationExtraArgs:
@@ -166,19 +162,9 @@ def freeze(
         warn_of_extent(plan, params, frozen, stacklevel=2)
         values = _tree.flatten(params)[0]
         warn_of_leaves(values, plan, plan, tied, stacklevel=2)
-        for leaf, selection, value in plan.entries(values):
-            if isinstance(value, Part) and selection.in_part:
-                refuse_part_of_kept(value, leaf, selection)
-                refuse_other_leaf(value, leaf, selection, "params")
-                refuse_other_rows(value, selection, leaf.path, "params")
-        masks = plan.copied_masks(values)
-        has_masks = any(map(is_array, masks))
-        if plan.is_placeholder:  # of `optax.tree_map_params`: it takes the place of the masks, if there are any
-            latest = accepted.latest
-            has_masks = any(map(is_array, jax.tree.leaves(frozen))) if latest is None else latest.has_masks
-        state = FreezeState(
-            accepted.add(plan.without_masks()), stored(plan, plan.treedef, masks) if has_masks else (), ()
-        )
+        _refuse_other_parts(plan, values)
+        masks = _masks_of_state(plan, values, frozen, accepted.latest)
+        state = FreezeState(accepted.add(plan.without_masks()), masks, ())
         plan = state.current_plan
         with saying_what_optax_calls():
             inner_state = init_inner(transform(plan), plan.in_state, params)
@@ -207,8 +193,28 @@ def freeze(
     return optax.GradientTransformationExtraArgs(init_fn, Update(update, part=part))
 
 
+def _refuse_other_parts(plan: Plan, values: Sequence[Any]) -> None:
+    for leaf, selection, value in plan.entries(values):
+        if isinstance(value, Part) and selection.in_part:
+            refuse_part_of_kept(value, leaf, selection)
+            refuse_other_leaf(value, leaf, selection, "params")
+            refuse_other_rows(value, selection, leaf.path, "params")
+
+
+def _masks_of_state(plan: Plan, values: Sequence[Any], frozen: Spec, latest: Plan | None) -> PyTree:
+    """The masks as a state holds them; nothing if there are none.
+
+    ``optax.tree_map_params`` maps the state of its placeholder together with the real one, so both must have masks, or
+    neither. The placeholder has no leaves, of which masks could be: whether there are any says the ``latest`` plan.
+    """
+    masks = plan.copied_masks(values)
+    has_masks = any(map(is_array, masks))
+    if plan.is_placeholder:
+        has_masks = any(map(is_array, jax.tree.leaves(frozen))) if latest is None else latest.has_masks
+    return stored(plan, plan.treedef, masks) if has_masks else ()
+
+
 def _refuse_other_spec(plan: Plan, frozen: Spec, tree: PyTree) -> None:
-    """A ``ValueError`` if the plan of a state is not that of a spec."""
     try:
         own = make_plan(plan.parameters(tree), frozen, leaves=plan.leaves)
     except (ValueError, TypeError) as error:
@@ -224,25 +230,7 @@ def _refuse_other_spec(plan: Plan, frozen: Spec, tree: PyTree) -> None:
     refuse_other_selections(plan, own, "a different spec")
 
 
-def updated_leaf(leaf: Leaf, selection: Selection, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
-    """The update of a leaf from the one of the inner optimizer, ``new``; ``update`` and ``param`` are as given."""
-    if selection is FROZEN:
-        return zero(leaf, update, param) if full_updates else _tree.MASKED_NODE
-    if not selection.in_part:
-        return new
-    if not isinstance(new, Part):
-        return selection.choose(negative_zero(jnp.result_type(new)), new)
-    if not full_updates:
-        is_dynamic = isinstance(selection, DynamicRowIndex)
-        return dataclasses.replace(new, trains=~selection.frozen_rows()) if is_dynamic else new
-    if leaf.index is not None or is_on_host(param):
-        return new
-    like = next((full for full in (param, update) if full is not None and not isinstance(full, Part)), None)
-    return selection.spread(new, negative_zero(new.dtype), like)
-
-
 def _refuse_no_spec(inner: Any) -> NoReturn:
-    """A ``TypeError`` for a call with one argument."""
     if is_optimizer(inner):
         what, got, fix = "a spec", "only an optimizer", "fz.freeze(optimizer, 'encoder')"
     else:

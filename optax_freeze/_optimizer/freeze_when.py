@@ -15,22 +15,21 @@ import optax
 
 from optax_freeze._errors import described, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans, other_transformation, refuse_other_selections
-from optax_freeze._optimizer.call_init import changed, with_own_buffers
+from optax_freeze._optimizer.call_init import changed, saying_what_optax_calls, with_own_buffers
 from optax_freeze._optimizer.conditions import decide, global_norm
 from optax_freeze._optimizer.coupled_update import update_coupled
+from optax_freeze._optimizer.full_updates import merged
 from optax_freeze._optimizer.group_plans import GroupPlans, make_group_plans, register_groups_with_flax
 from optax_freeze._optimizer.group_state import GroupState
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_group, init_inner
 from optax_freeze._optimizer.nnx_variables import stored
-from optax_freeze._optimizer.optax_call_errors import saying_what_optax_calls
 from optax_freeze._optimizer.outer_transformation import around, as_parts
 from optax_freeze._optimizer.parse_groups import GivenGroup, parse_groups
 from optax_freeze._optimizer.transformation import Update, as_transformation
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.init_warnings import warn_of_leaves
 from optax_freeze._spec.masks import DynamicRows, Elements
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Tied
+from optax_freeze._spec.resolve import Tied, warn_of_leaves
 from optax_freeze._spec.tree import PyTree
 
 
@@ -56,12 +55,10 @@ class FreezeWhenState(NamedTuple):
 
     @property
     def current_plan(self) -> GroupPlans:
-        """The plans with the masks that the state has now."""
         return self.plan.with_masks([_tree.flatten(self.groups[name].masks)[0] for name in self.plan.names])
 
     @property
     def spec(self) -> "FreezeWhenState":
-        """The state without those of conditions and optimizers."""
         return self._replace(groups={}, ungrouped_state=(), coupled_state=())
 
     def differs(self, other: Any) -> bool:
@@ -164,37 +161,57 @@ def freeze_when(
             call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)
         else:
             call = InnerUpdate.computing_grads(plans.everything, params, extra_args)
-        frozen = list(frozen_groups(state).values())
-        grads, coupled_state = call.grads, state.coupled_state
-        if coupled is not None:
-            grads, coupled_state = update_coupled(coupled, call, plans, frozen, coupled_state)
-
-        def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
-            own, norm = call.grads, jnp.zeros([], jnp.float32)
-            if gradient_of is not None:
-                own = plans.everything.full(gradient_of.of_group(n))
-            if n < len(plans.names) and plans.conditions[n].takes_norm:
-                norm = global_norm(plans.plans[n].trainable(call.treedef, own))
-            return grads if gradient_of is None else own, norm
-
-        now = [*frozen, False] if gradient_of is None else gradient_of.frozen
-        now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
-        states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
-        run = call.new_params if in_place else call.updates
-        new, [*states, ungrouped_state], norms = run(Inner(inner), plans.plans, states, gradient, now)
-        if not in_place:
-            new = plans.merge(new, call.grads, call.olds, call.missing)
-            new = jax.tree.unflatten(call.treedef, plans.everything.with_sources(new, call.grads))
-        old = [state.groups[name].condition_state for name in plans.names]
-        condition_states = decide(plans.conditions, "next", state.step, old, frozen, norms[:-1])
-        group_states = {
-            name: state.groups[name]._replace(condition_state=its, inner_state=inner_state)
-            for name, its, inner_state in zip(plans.names, condition_states, states, strict=True)
-        }
-        step = jnp.asarray(optax.safe_increment(state.step))
-        return new, FreezeWhenState(step, state.plan, group_states, ungrouped_state, coupled_state)
+        return _updated(inner, coupled, state, plans, call, gradient_of, in_place=in_place)
 
     return optax.GradientTransformationExtraArgs(init_fn, Update(update, of_groups))
+
+
+def _updated(
+    inner: optax.GradientTransformation,
+    coupled: optax.GradientTransformation | None,
+    state: FreezeWhenState,
+    plans: GroupPlans,
+    call: InnerUpdate,
+    gradient_of: GradientOfGroups | None,
+    *,
+    in_place: bool,
+) -> tuple[PyTree, FreezeWhenState]:
+    """The updates of all groups and of the rest, or the new parameters if ``in_place``; and the next state."""
+    frozen = list(frozen_groups(state).values())
+    grads, coupled_state = call.grads, state.coupled_state
+    if coupled is not None:
+        grads, coupled_state = update_coupled(coupled, call, plans, frozen, coupled_state)
+
+    def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
+        # Conditions see the norm before `coupled`, which may clip it. It costs a pass over the gradient: only if asked.
+        own = call.grads if gradient_of is None else plans.everything.full(gradient_of.of_group(n))
+        is_read = n < len(plans.names) and plans.conditions[n].takes_norm
+        norm = global_norm(plans.plans[n].trainable(call.treedef, own)) if is_read else jnp.zeros([], jnp.float32)
+        return grads if gradient_of is None else own, norm
+
+    now = [*frozen, False] if gradient_of is None else gradient_of.frozen
+    now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
+    states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
+    run = call.new_params if in_place else call.updates
+    new, [*states, ungrouped_state], norms = run(Inner(inner), plans.plans, states, gradient, now)
+    if not in_place:
+        new = merged(call, plans.everything, plans.plans, new, True)
+        new = jax.tree.unflatten(call.treedef, plans.everything.with_sources(new, call.grads))
+    groups = _next_groups(state, plans, frozen, norms[:-1], states)
+    step = jnp.asarray(optax.safe_increment(state.step))
+    return new, FreezeWhenState(step, state.plan, groups, ungrouped_state, coupled_state)
+
+
+def _next_groups(
+    state: FreezeWhenState, plans: GroupPlans, frozen: Sequence[Any], norms: Sequence[Any], inner_states: Sequence[Any]
+) -> dict[str, GroupState]:
+    """The states of the groups after an update with gradients of these norms."""
+    old = [state.groups[name].condition_state for name in plans.names]
+    condition_states = decide(plans.conditions, "next", state.step, old, frozen, norms)
+    return {
+        name: state.groups[name]._replace(condition_state=its, inner_state=inner_state)
+        for name, its, inner_state in zip(plans.names, condition_states, inner_states, strict=True)
+    }
 
 
 def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
@@ -251,7 +268,6 @@ def _init(
 
 
 def _refuse_other_groups(plans: GroupPlans, groups: Sequence[GivenGroup], tree: PyTree) -> None:
-    """Raises if the plans of a state are not those of these groups."""
     keys = list(dict.fromkeys(plans.keys))
     expected = [group.name for group in groups if group.name in keys or not group.each]
     if keys != expected:

@@ -8,23 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_freeze._errors import counted, value_error
 from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._optimizer.group_state import GroupLeaves
-from optax_freeze._optimizer.leaf_updates import zero
 from optax_freeze._optimizer.parse_groups import GivenGroup
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Choice, Elements, StaticRows, elements, rows
+from optax_freeze._spec.masks import Choice, Elements, StaticRows, elements, mask_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.plan_digest import PlanLine
 from optax_freeze._spec.plan_nodes import register_as_static
-from optax_freeze._spec.resolve import Tied, plan_of_choices, register_with_flax
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowSelection, Selection
-from optax_freeze._spec.sharding import explicit_sharding, with_sharding
+from optax_freeze._spec.resolve import Tied, plan_of_choices, refuse_untrainable, register_with_flax
+from optax_freeze._spec.selection import DenseMask, DynamicRowIndex
 from optax_freeze._spec.tree import Leaf, Part, PyTree
-from optax_freeze._spec.untrainable import refuse_untrainable
 
 
 @register_as_static
@@ -43,12 +39,10 @@ class GroupPlans:
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether they were made for the placeholder of ``optax.tree_map_params``."""
         return self.everything.is_placeholder
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The leaves of the parameters."""
         return self.everything.leaves
 
     @property
@@ -63,7 +57,6 @@ class GroupPlans:
         return found + [PlanLine(name, str(condition), condition.recorded) for name, condition in of_groups]
 
     def without_masks(self) -> "GroupPlans":
-        """The static part of the plans."""
         return dataclasses.replace(self, plans=tuple(plan.without_masks() for plan in self.plans))
 
     def with_masks(self, own: Sequence[Sequence[Any]]) -> "GroupPlans":
@@ -84,31 +77,6 @@ class GroupPlans:
                     masks[i] = selection.without(*others)
             plans.append(plan.with_masks(masks))
         return dataclasses.replace(self, plans=tuple(plans))
-
-    def merge(
-        self, changes: Sequence[Sequence[Any]], grads: Sequence[Any], olds: Sequence[Any], missing: frozenset[int]
-    ) -> list[Any]:
-        """The updates of all leaves from those of each plan; zeros for leaves that are frozen or have no gradient."""
-        owners: list[list[tuple[Selection, Any]]] = [[] for _ in self.leaves]
-        for plan, its in zip(self.plans, changes, strict=True):
-            for i in plan.own:
-                owners[i].append((plan.selections[i], its[i]))
-        return [
-            zero(leaf, grad, old)
-            if selection is FROZEN or i in missing
-            else self._merge_leaf(i, owners[i], grad if old is None else old)
-            for i, (leaf, selection, grad, old) in enumerate(self.everything.entries(grads, olds))
-        ]
-
-    def _merge_leaf(self, i: int, owners: Sequence[tuple[Selection, Any]], like: Any) -> Any:
-        """The update of one leaf, laid out as ``like``."""
-        if owners[0][0] is TRAINABLE:
-            return owners[0][1]
-        shape, dtype = self.leaves[i].shape or (), jnp.result_type(*(part.dtype for _, part in owners))
-        merged = with_sharding(explicit_sharding(like), lambda _: jnp.zeros(shape, dtype), like)
-        for selection, part in owners:
-            merged = selection.put(merged, part)
-        return merged
 
 
 def make_group_plans(
@@ -177,7 +145,6 @@ def _same_name(name: str, first: GivenGroup, second: GivenGroup) -> ValueError:
 
 
 def _selected(group: GivenGroup, leaves: Sequence[Leaf]) -> list[int]:
-    """The leaves that the pattern or selector of a group selects."""
     hits = group.selector.select(leaves)
     for leaf, hit in zip(leaves, hits, strict=True):
         if not isinstance(hit, bool):
@@ -208,22 +175,20 @@ def _claim(
                 expected="a full leaf",
                 fix="give the group the whole Part: a condition without a mask",
             )
-        taken[i], own = (group.mask, group.mask) if taken[i] is False else _join(taken[i], group.mask, leaf)
-        others[i] = ~own
+        taken[i], others[i] = (group.mask, ~group.mask) if taken[i] is False else _join(taken[i], group.mask, leaf)
     return others
 
 
 def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
-    """The union of two element masks of a leaf, and what of the second is not in the first."""
+    """The union of two element masks of a leaf, and all but what of the second is not in the first."""
     if isinstance(before, Elements) and isinstance(mask, Elements) and before.compact == mask.compact:
         with jax.ensure_compile_time_eval():  # compact elements are counted
             a, b = jnp.asarray(before.array), jnp.asarray(mask.array)
-            return elements(a | b, compact=mask.compact), elements(b & ~a, compact=mask.compact)
+            return elements(a | b, compact=mask.compact), elements(a | ~b, compact=mask.compact)
     ndim = len(leaf.shape or ()) or 1
     if isinstance(before, StaticRows) and isinstance(mask, StaticRows) and before.axis % ndim == mask.axis % ndim:
-        a, b = (_rows_named(each, leaf) for each in (before, mask))
-        both, new = (rows(np.flatnonzero(named).tolist(), mask.axis) for named in (a | b, b & ~a))
-        return both, new
+        a, b = before.frozen_rows(leaf), mask.frozen_rows(leaf)
+        return mask_of(a | b, mask.axis), mask_of(a | ~b, mask.axis)
     raise value_error(
         "groups have incompatible element masks",
         at=leaf.path,
@@ -231,15 +196,6 @@ def _join(before: Any, mask: Any, leaf: Leaf) -> tuple[Any, Any]:
         expected="rows along one axis, or elements that are all compact or all dense",
         fix="use the same kind of mask for every group of the leaf",
     )
-
-
-def _rows_named(mask: StaticRows, leaf: Leaf) -> np.ndarray:
-    """Which rows a mask names, as booleans."""
-    assert leaf.shape is not None
-    with jax.ensure_compile_time_eval():
-        selection = mask.fit(leaf)
-        is_frozen = selection.frozen_rows() if isinstance(selection, RowSelection) else selection is FROZEN
-        return np.broadcast_to(is_frozen, leaf.shape[mask.axis])
 
 
 def register_groups_with_flax() -> None:

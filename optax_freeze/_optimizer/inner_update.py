@@ -11,13 +11,12 @@ from jax.core import Tracer
 
 from optax_freeze._errors import counted, in_one_line, type_error, value_error
 from optax_freeze._optimizer.call_init import init_of
-from optax_freeze._optimizer.extra_args import OF_PARAMS, mapped
 from optax_freeze._optimizer.group_state import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.kept_state import KeptRows, KeptState
 from optax_freeze._optimizer.leaf_updates import updated
 from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.nnx_variables import as_before, called_with, stored, stored_state, values_in
-from optax_freeze._optimizer.outer_transformation import Around, inside
+from optax_freeze._optimizer.outer_transformation import OF_PARAMS, Around, inside, mapped
 from optax_freeze._optimizer.skip_update import unless, update_unless
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
@@ -57,7 +56,6 @@ class InnerUpdate(NamedTuple):
 
     @classmethod
     def computing_grads(cls, plan: Plan, params: PyTree, extra_args: dict[str, Any]) -> "InnerUpdate":
-        """The arguments of an update in which the gradients are computed."""
         olds, treedef = plan.align(params, "params")
         return cls(treedef, olds, params, olds, treedef, extra_args, computes_grads=True)
 
@@ -95,6 +93,7 @@ class InnerUpdate(NamedTuple):
                 changes, state = self._replace(olds=leaves)._run(form._replace(state=carry[1]), False, grads)
                 return {i: updated(leaves[i], changes[i], plan.selections[i]) for i in own}, state, norm
 
+            # The norm is carried, since the gradient exists only inside of the step, which a frozen group skips.
             carry = {i: new[i] for i in own}, form.state, jnp.zeros([], jnp.float32)
             leaves, state, norm = unless(is_frozen, step, carry)
             for i in own:
@@ -229,13 +228,11 @@ def _parts_of(plan: Plan, updates: list[Any]) -> list[Any]:
 
 
 def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
-    """The state of an inner optimizer for the trainable part of the parameters."""
     trainable = _trainable(plan, params)
     return stored_state(_init(tx, plan, trainable), plan, trainable)
 
 
 def init_group(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
-    """The state of an inner optimizer for a group."""
     trainable = _trainable(plan, params)
     state = _init(tx, plan, trainable)
     return without_others(stored_state(state, plan, trainable) if plan.variables else state, plan, trainable)

@@ -46,7 +46,6 @@ class KeptState:
         self._known: list[tuple[Plan, list[RowsOf | None]]] = []
 
     def refuse_what_does_not_fit(self, plan: Plan, state: PyTree) -> None:
-        """A ``ValueError`` for an optimizer that cannot train other rows in each step."""
         is_refused = lambda node: isinstance(node, OF_SEVERAL_STEPS) or hasattr(node, "current_plan")  # noqa: E731
         nodes = filter(is_refused, jax.tree.leaves(state, is_leaf=is_refused))
         if found := [type(node).__name__ for node in nodes]:
@@ -64,7 +63,7 @@ class KeptState:
         for i in plan.kept:
             selection: Any = plan.selections[i]
             size, count = selection.size, selection.count
-            count += count == size
+            count += count == size  # as many rows as there are would tell nothing
             others = self._shapes(plan, {i: count})
             if len(others) != len(whole):
                 refuse_optimizer(plan, i, "another number of arrays for some rows of a leaf than for all")
@@ -123,7 +122,6 @@ class KeptRows(NamedTuple):
 
 
 def refuse_part_of_kept(part: Part, leaf: Leaf, selection: Selection) -> None:
-    """A ``ValueError`` if the rows of a leaf are given whose whole state is kept."""
     if selection.keep_state:
         raise value_error(
             "keep_state: the state of all rows needs the whole leaf",

@@ -70,7 +70,6 @@ def _adds_exactly(param: Any, update: Any) -> bool:
 
 
 def updated(value: Any, change: Any, selection: Selection) -> Any:
-    """One leaf with its update added."""
     if selection is FROZEN or is_nothing(change) or stays(value, change):
         return value
     if isinstance(value, Part):

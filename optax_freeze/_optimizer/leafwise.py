@@ -38,9 +38,7 @@ def _known_code() -> tuple[set[Any], set[Any]]:
     """The code of functions that do not depend on the tree; and of those that only call others in their closure."""
     plain = optax.GradientTransformation(*optax.identity())
     leafwise = {_code(function) for tx in leafwise_transformations() for function in tx}
-    combining = {
-        _code(function) for tx in (optax.chain(plain), optax.with_extra_args_support(plain)) for function in tx
-    }
+    combining = {_code(each) for tx in (optax.chain(plain), optax.with_extra_args_support(plain)) for each in tx}
     return leafwise - {None}, combining - leafwise - {None}
 
 

@@ -14,7 +14,7 @@ import jax
 
 from optax_freeze._errors import is_array, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.array_notes import ArrayNotes
+from optax_freeze._spec.part_source import ArrayNotes
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import shape_of_part
 from optax_freeze._spec.tree import PyTree
@@ -98,3 +98,18 @@ def refuse_updates_of_another(updates: PyTree, differs: Callable[[Any], bool]) -
                 fix="fz.union(fz.freeze(a, ...), fz.freeze(b, ...)), or one fz.freeze around all of it: "
                 "fz.freeze(optax.multi_transform({...}, labels), frozen)",
             )
+
+
+OF_PARAMS = ("value_fn", "obj_fn", "grad_fn")
+"""The names of these functions."""
+
+
+def mapped(
+    extra_args: dict[str, Any], tree: Callable[[Any], Any], function: Callable[[Any], Any] = lambda fn: fn
+) -> dict[str, Any]:
+    """The arguments with ``tree`` of each, and of what ``grad_fn`` returns, and ``function`` of each function."""
+    found = {name: x if name in OF_PARAMS else tree(x) for name, x in extra_args.items()}
+    found |= {name: function(fn) for name, fn in found.items() if name in OF_PARAMS and callable(fn)}
+    if callable(grad_fn := found.get("grad_fn")):
+        found["grad_fn"] = lambda *args, **kwargs: tree(grad_fn(*args, **kwargs))
+    return found

@@ -97,7 +97,6 @@ class GivenGroup(NamedTuple):
 
 
 def parse_groups(groups: Any) -> list[GivenGroup]:
-    """The groups of a mapping given to ``freeze_when``."""
     forms = "{pattern: condition}, {pattern: bool} or {pattern: (element mask, condition)}"
     refuse_no_mapping("fz.freeze_when", groups, forms, fix="for a spec that never changes, fz.freeze(inner, frozen)")
     parsed: dict[str, GivenGroup] = {}

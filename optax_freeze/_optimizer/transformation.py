@@ -8,8 +8,7 @@ import jax
 import optax
 
 from optax_freeze._errors import described, type_error
-from optax_freeze._optimizer.extra_args import mapped
-from optax_freeze._optimizer.outer_transformation import around, as_parts, refuse_updates_of_another, remember
+from optax_freeze._optimizer.outer_transformation import around, as_parts, mapped, refuse_updates_of_another, remember
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.tree import PyTree
 

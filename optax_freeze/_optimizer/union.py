@@ -4,28 +4,31 @@ A part is a :func:`optax_freeze.freeze`, whose update is that of one plan. The p
 :func:`optax_freeze.freeze_when` do.
 """
 
+import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
 from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._optimizer.accepted_plans import other_transformation
 from optax_freeze._optimizer.call_init import with_own_buffers
-from optax_freeze._optimizer.extra_args import OF_PARAMS, mapped
-from optax_freeze._optimizer.freeze import FreezeState, FreezingPart, updated_leaf
+from optax_freeze._optimizer.freeze import FreezeState, FreezingPart
+from optax_freeze._optimizer.full_updates import merged
 from optax_freeze._optimizer.inner_update import Inner, InnerUpdate
-from optax_freeze._optimizer.leaf_updates import negative_zero, updated
-from optax_freeze._optimizer.outer_transformation import around, as_parts
+from optax_freeze._optimizer.leaf_updates import updated
+from optax_freeze._optimizer.outer_transformation import OF_PARAMS, around, as_parts, mapped
 from optax_freeze._optimizer.transformation import Update
-from optax_freeze._optimizer.union_plan import joined, own_rows, refuse_overlap
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.memory_kinds import is_on_host
+from optax_freeze._spec.masks import mask_of, rows
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import FROZEN, Selection
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -36,7 +39,6 @@ class UnionState(NamedTuple):
 
     @property
     def current_plan(self) -> Plan:
-        """The plan of what any part trains, with the masks that the state has now."""
         return joined([part.current_plan for part in self.parts])
 
     @property
@@ -46,11 +48,9 @@ class UnionState(NamedTuple):
 
     @property
     def spec(self) -> "UnionState":
-        """The state without those of the optimizers."""
         return UnionState(tuple(part.spec for part in self.parts))
 
     def differs(self, other: Any) -> bool:
-        """Whether another state has other parts."""
         if not isinstance(other, UnionState) or len(self.parts) != len(other.parts):
             return True
         return any(mine.differs(its) for mine, its in zip(self.parts, other.parts, strict=True))
@@ -112,9 +112,8 @@ def union(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         for n, (part, plan, its) in enumerate(zip(parts, plans, states, strict=True)):
             own = _narrowed(call, union, plan)
             gradient = lambda _, own=own: (own.grads, None)  # noqa: E731
-            [new], [inner_state], _ = own.updates(
-                Inner(part.transform(plan), part.kept), [plan], [its.inner_state], gradient, [False]
-            )
+            tx = Inner(part.transform(plan), part.kept)
+            [new], [inner_state], _ = own.updates(tx, [plan], [its.inner_state], gradient, [False])
             changes.append(new)
             states[n] = its._replace(inner_state=inner_state)
             if sees_updates:
@@ -122,7 +121,7 @@ def union(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         new_state = UnionState(tuple(states))
         if in_place:
             return call.params, new_state
-        new = _merged(call, union, plans, changes, full_updates)
+        new = merged(call, union, plans, changes, full_updates)
         return jax.tree.unflatten(call.treedef, union.with_sources(new, call.grads)), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, Update(update))
@@ -198,42 +197,65 @@ def _with_updates(call: InnerUpdate, plan: Plan, changes: Sequence[Any]) -> Inne
     return call._replace(olds=olds, params=jax.tree.unflatten(call.params_treedef, olds))
 
 
-def _merged(
-    call: InnerUpdate, union: Plan, plans: Sequence[Plan], changes: Sequence[Sequence[Any]], full_updates: bool
-) -> list[Any]:
-    """The updates of all leaves from those of each part."""
-    new = []
-    for i, (leaf, selection, grad, old) in enumerate(union.entries(call.grads, call.olds)):
-        owners = [
-            (plan.selections[i], its[i])
-            for plan, its in zip(plans, changes, strict=True)
-            if plan.selections[i] is not FROZEN
-        ]
-        if i in call.missing or len(owners) < 2:
-            its, change = (FROZEN, None) if i in call.missing or not owners else owners[0]
-            new.append(updated_leaf(leaf, its, change, grad, old, full_updates))
-        else:
-            whole = _merged_leaf(leaf, owners, old, grad)
-            in_rows = selection.part_index is not None and (not full_updates or is_on_host(old))
-            new.append(selection.take(whole) if in_rows else whole)
-    return new
-
-
-def _merged_leaf(leaf: Leaf, owners: Sequence[tuple[Selection, Any]], old: Any, grad: Any) -> Any:
-    """The update of a leaf of which several parts train some, -0.0 where none does."""
-    dtype = jnp.result_type(*(change.dtype for _, change in owners))
-    fill, whole = negative_zero(dtype), None
-    for selection, change in owners:
-        change = jax.tree.map(lambda x: x.astype(dtype), change)
-        if whole is not None:
-            whole = selection.put(whole, change)
-        elif isinstance(change, Part):
-            whole = selection.spread(change, fill, next((x for x in (old, grad) if not isinstance(x, Part)), None))
-        else:
-            whole = selection.choose(fill, change)
-    return whole
-
-
 def _told(state: Any) -> str:
     parts = f" of {len(state.parts)} parts" if isinstance(state, UnionState) else ""
     return f"{type(state).__name__}{parts}"
+
+
+def refuse_overlap(plans: Sequence[Plan]) -> None:
+    """A ``ValueError`` if two parts train the same element, or may do so."""
+    for i, leaf in enumerate(plans[0].leaves):
+        owners = [(n, plan.selections[i].in_state) for n, plan in enumerate(plans) if plan.selections[i] is not FROZEN]
+        for k, (m, its) in enumerate(owners):
+            for n, other in owners[:k]:
+                found = _overlap(leaf, other, its)
+                if found is not None:
+                    raise value_error(
+                        "two parts of fz.union train the same elements",
+                        at=leaf.path,
+                        got=f"{found}: in part {n} a leaf that {other}, in part {m} a leaf that {its}",
+                        expected="parts that are disjoint; masks and rows of a leaf in several parts have values",
+                        fix="freeze in each part what the others train",
+                    )
+
+
+def _overlap(leaf: Leaf, a: Selection, b: Selection) -> str | None:
+    """What two parts both train of a leaf, or may both train."""
+    if TRAINABLE in (a, b):
+        return "the leaf"
+    if isinstance(a, RowIndex) and isinstance(b, RowIndex) and a.axis == b.axis:
+        shared = a.rows & b.rows
+        return f"row {shared.numbers[0]}" if shared.count else None
+    if any(isinstance(each.array, Tracer) for each in (a, b)):
+        return "elements that are not known while the program is traced"
+    with jax.ensure_compile_time_eval():
+        trains = [~jnp.asarray(each.frozen(len(leaf.shape or ()))) for each in (a, b)]
+        count = int(jnp.count_nonzero(jnp.broadcast_to(trains[0] & trains[1], leaf.shape or ())))
+    return f"{count} elements" if count else None
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """The plan of what any part trains."""
+    pairs = zip(plans[0].leaves, *(plan.selections for plan in plans), strict=True)
+    return dataclasses.replace(plans[0], selections=tuple(_joined_leaf(leaf, its) for leaf, *its in pairs))
+
+
+def _joined_leaf(leaf: Leaf, selections: Sequence[Selection]) -> Selection:
+    owners = [selection for selection in selections if selection is not FROZEN]
+    if len(owners) < 2:
+        return owners[0] if owners else FROZEN
+    if all(isinstance(each, RowIndex) and each.axis == owners[0].axis for each in owners):  # type: ignore[attr-defined]
+        trains = functools.reduce(operator.or_, [each.rows for each in owners])  # type: ignore[attr-defined]
+        choice = mask_of(~trains, owners[0].axis)  # type: ignore[attr-defined]
+        return TRAINABLE if choice is False else choice.fit(leaf)  # type: ignore[union-attr]
+    frozen = functools.reduce(jnp.logical_and, (jnp.asarray(each.frozen(len(leaf.shape or ()))) for each in owners))
+    return DenseMask(jnp.broadcast_to(frozen, leaf.shape or ()), False, None, of_state=True)
+
+
+def own_rows(union: Selection, own: Selection, value: Any) -> Any:
+    """Of the rows of several parts those of one; any other value as it is."""
+    if not (isinstance(value, Part) and isinstance(union, RowIndex) and isinstance(own, RowIndex)):
+        return value
+    positions = np.searchsorted(union.numbers, own.numbers).tolist()
+    index = (~rows(positions, own.axis)).fit(Leaf("", value.values.shape, value.values.dtype))
+    return Part(index.take(value.values).values, own, value.shape)

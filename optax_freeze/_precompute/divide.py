@@ -251,6 +251,8 @@ def _minimum_cut(tasks: Graph, dear: Sequence[bool], cost: Mapping[Key, int | No
     """The minimum cut of those in which nothing that decides is computed both before and after it."""
     dear, numbers = [*dear], decisive(tasks.program)
     deciding = {key for key, size in cost.items() if key[0] in numbers and size is not None}
+    # A compiler may round an operation otherwise where it is computed again: a maximum would then equal none of its
+    # operands, and its gradient would be zero.
     while True:
         cut = minimum_cut(tasks, dear, cost)
         twice = {i for i in {*cut.before} & {*cut.after} if not deciding.isdisjoint(tasks.nodes[i].writes)}

@@ -136,7 +136,6 @@ class _Analysis:
             self.values |= zip(eqn.outputs, found, strict=True)
 
     def value(self, x: Any) -> _Value:
-        """Where the examples are in an operand."""
         if not isinstance(x, int):
             return self._of_constant(x.val)
         return self.values.get(x, _Value(None))
@@ -225,7 +224,6 @@ class _Analysis:
 
 
 def _is_one_computation(eqn: Equation, found: Sequence[Any]) -> bool:
-    """Whether the same is computed for each example."""
     first, *others = (each.apply for each in found)
     if all(_is_same_function(first, other) for other in others):
         return True

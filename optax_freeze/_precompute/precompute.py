@@ -5,8 +5,8 @@ the loss stays as it is: it is traced, and its program is divided.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -15,6 +15,7 @@ from optax_freeze._errors import described, is_array, is_concrete, value_error, 
 from optax_freeze._gradient.argnums import parameters_first, refuse_several
 from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._precompute.cut_explanation import CutExplanation
+from optax_freeze._precompute.given_features import Features, fitting_arrays, refuse_missing, with_shapes
 from optax_freeze._precompute.inputs import Arguments, parameters
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import on_device
@@ -28,47 +29,6 @@ if TYPE_CHECKING:
     from optax_freeze._precompute.divide import Division
 
 _AFTER_TRAINING = "pass what `needed` returned for these parameters, after training"
-
-
-@jax.tree_util.register_pytree_node_class
-class Features(tuple[Any, ...]):
-    """The features of a batch: a tuple of arrays, and a pytree that keeps its type under ``jax.tree.map``.
-
-    Attributes:
-      arrays: the arrays in the tuple.
-      cut: a digest of the program that computed the features; static.
-      leaves: the path and shape of each parameter (a ``jax.ShapeDtypeStruct``, or None for an object), so that frozen
-        leaves may be missing later; static.
-
-    Example:
-      >>> import jax.numpy as jnp, optax_freeze as fz
-      >>> loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["encoder"]) @ params["head"])
-      >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
-      >>> features = fz.precompute(loss, "encoder").before(params, jnp.ones((2, 4)))
-      >>> [array.shape for array in features]
-      [(2, 8)]
-    """
-
-    cut: str
-    leaves: tuple[tuple[str, Any], ...]
-
-    def __new__(cls, arrays: Iterable[Any], cut: str, leaves: Sequence[tuple[str, Any]]) -> Self:
-        self = super().__new__(cls, arrays)
-        self.cut, self.leaves = cut, tuple(leaves)
-        return self
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        return tuple(self), (self.cut, self.leaves)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, arrays: Iterable[Any]) -> "Features":
-        return cls(arrays, *static)
-
-    def __reduce__(self) -> Any:
-        return Features, (tuple(self), self.cut, self.leaves)
-
-    def __repr__(self) -> str:
-        return f"Features({tuple.__repr__(self)})"
 
 
 class Precomputed:
@@ -140,11 +100,11 @@ class Precomputed:
                 expected="after(params, features, *args, **kwargs)",
                 fix="pass the features first, then the other arguments of the function",
             )
-        values, treedef = _with_shapes(params, features)
+        values, treedef = with_shapes(params, features)
         plan = make_plan(jax.tree.unflatten(treedef, values), self.frozen).in_state
         division = self._divide(plan, values, args, kwargs)
-        _refuse_missing(division, values)
-        return division.after(_fitting(features, division))
+        refuse_missing(division, values)
+        return division.after(fitting_arrays(features, division))
 
     def needed(self, params: PyTree, /, *args: Any, **kwargs: Any) -> PyTree:
         """Removes the frozen parameters that ``after`` does not read.
@@ -290,67 +250,7 @@ def precompute(
     return Precomputed(fun, frozen, recurring, example_axis, argnums)
 
 
-def _with_shapes(params: PyTree, features: PyTree) -> tuple[list[Any], Any]:
-    """The leaves of the parameters, with a shape in place of each missing one, and their treedef."""
-    values, treedef = _tree.flatten(params)
-    if not any(map(_tree.is_masked_node, values)):
-        return values, treedef
-    if not isinstance(features, Features):
-        raise value_error(
-            "the shapes of the missing parameters are not known",
-            at="features",
-            got=described(features),
-            expected="the features as `before` or features.read returned them",
-            fix="jax.tree.map keeps their type; or give the full parameters",
-        )
-    expected = [path for path, _ in features.leaves]
-    _tree.refuse_other_paths(_tree.paths(params), expected, "params", "give what `needed` returned")
-    pairs = zip(values, features.leaves, strict=True)
-    return [shape if _tree.is_masked_node(x) and shape is not None else x for x, (_, shape) in pairs], treedef
-
-
-def _refuse_missing(division: "Division", values: Sequence[Any]) -> None:
-    read_again, plan = division.read_again, division.plan
-    for i, (leaf, selection, value) in enumerate(zip(plan.leaves, plan.selections, values, strict=True)):
-        is_missing = isinstance(value, jax.ShapeDtypeStruct)
-        trains = selection is not FROZEN and is_missing
-        if trains or ((is_missing or isinstance(value, Part)) and i in read_again):
-            frozen = f"the leaf: it is read by {read_again.get(i) or 'the result'}"
-            raise value_error(
-                "a parameter is missing",
-                at=leaf.path,
-                got="optax.MaskedNode()" if is_missing else "only the trainable rows",
-                expected="a trainable leaf" if trains else frozen,
-                fix="give what `needed` returned, or the full parameters",
-            )
-
-
-def _fitting(features: PyTree, division: "Division") -> list[Any]:
-    """The arrays of the features, if they were computed by this program."""
-    if isinstance(features, Features) and features.cut != division.digest:
-        raise value_error(
-            "the features were computed by another program",
-            at="features",
-            got=f"features of the program {features.cut[:12]}",
-            expected=f"features of the program {division.digest[:12]}, of the same function, spec and shapes",
-            fix="compute them with the same fz.precompute, and arguments of the same shapes",
-        )
-    type_of = lambda x: f"{x.dtype}{list(x.shape)}" if is_array(x) else described(x)  # noqa: E731
-    arrays, expected = jax.tree.leaves(features), ", ".join(map(type_of, division.features))
-    got = ", ".join(map(type_of, arrays))
-    if got != expected:
-        raise value_error(
-            "the features do not fit",
-            at="features",
-            got=got or described(features),
-            expected=expected,
-            fix="give the features that `before` returned for this batch, as the argument after the parameters",
-        )
-    return arrays
-
-
 def _struct(leaf: Leaf, value: Any) -> jax.ShapeDtypeStruct | None:
-    """The shape of a leaf; None for an object."""
     if leaf.shape is None:
         return None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=_tree.is_weak(value))
@@ -364,7 +264,6 @@ def full_plan(params: PyTree, frozen: Spec) -> Plan:
 
 
 def _combined(leaf: Leaf, selection: Selection, trained: Any, value: Any) -> Any:
-    """The full leaf after training."""
     is_part = isinstance(trained, Part)
     if not is_part and trained is not None and not _tree.is_masked_node(trained):
         if is_array(trained) and trained.shape != leaf.shape:
@@ -388,7 +287,6 @@ def _combined(leaf: Leaf, selection: Selection, trained: Any, value: Any) -> Any
 
 
 def _without_frozen(selection: Selection, leaf: Leaf, value: Any) -> Any:
-    """The leaf without its frozen part."""
     if not isinstance(selection, RowIndex):
         return MASKED_NODE if selection is FROZEN and leaf.dtype is not None else value
     if not isinstance(value, jax.ShapeDtypeStruct):

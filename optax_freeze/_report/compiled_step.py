@@ -64,7 +64,9 @@ def figures(step: Callable[..., Any], params: PyTree, state: PyTree, batch: Sequ
     given, fill = zip(*map(_arrays, (params, state, tuple(batch))), strict=True)
 
     def of_arrays(*arrays: Any) -> Any:
-        arrays = jax.tree.map(_in_its_memory, arrays, given)
+        # JAX traces a shape as an array on the device.
+        placed = lambda x, shape: jax.device_put(x, jax.memory.Space.Host) if is_on_host(shape) else x  # noqa: E731
+        arrays = jax.tree.map(placed, arrays, given)
         params, state, batch = (with_arrays(each) for with_arrays, each in zip(fill, arrays, strict=True))
         *new, value = step(params, state, *batch)
         leaves = map(jax.tree.leaves, new)
@@ -78,7 +80,7 @@ def figures(step: Callable[..., Any], params: PyTree, state: PyTree, batch: Sequ
     try:
         memory = traced.lower().compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        if not _is_out_of_memory(str(error)):
+        if "RESOURCE_EXHAUSTED" not in str(error) or "vmem" in str(error).lower():  # the fast memory of a kernel
             raise
         return Figures(_needed(str(error)), on_host, count, is_refused=True)
     if memory is None:
@@ -115,11 +117,6 @@ def _arrays(tree: PyTree) -> tuple[dict[int, Any], Callable[[dict[int, Any]], Py
     return arrays, lambda new: jax.tree.unflatten(treedef, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-def _in_its_memory(traced: Any, shape: Any) -> Any:
-    """A traced argument with the type of the array that it stands for: JAX traces a shape as one on the device."""
-    return jax.device_put(traced, jax.memory.Space.Host) if is_on_host(shape) else traced
-
-
 def _format(shape: jax.ShapeDtypeStruct) -> Any:
     """The sharding of a shape, with its layout if it has one."""
     given = getattr(shape, "format", None)
@@ -132,11 +129,6 @@ def _nbytes(shapes: Iterable[Any]) -> int:
 
 
 _NEEDED = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
-
-
-def _is_out_of_memory(text: str) -> bool:
-    """Whether an error says that a device has too little memory, and not the fast memory of a kernel."""
-    return "RESOURCE_EXHAUSTED" in text and "vmem" not in text.lower()
 
 
 def _needed(text: str) -> int | None:

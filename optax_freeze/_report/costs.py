@@ -1,9 +1,11 @@
 """Compares specs before a run: the memory and operations of a training step with each, and what fits: :func:`costs`."""
 
+import contextlib
 import dataclasses
+import importlib.util
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +19,6 @@ from optax_freeze._optimizer.freeze import freeze
 from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._report import table as _table
 from optax_freeze._report.compiled_step import Figures, figures, limit, placed
-from optax_freeze._report.progress_bar import progress_bar
 from optax_freeze._report.state_bytes import nbytes, refuse_freezing
 from optax_freeze._report.summary import summary
 from optax_freeze._spec import tree as _tree
@@ -173,22 +174,15 @@ def costs(
                 counted, frozen_tx = summary(params, spec), freeze(tx, spec)
                 state = eval_init(frozen_tx.init, shapes)
                 of_spec = move_to_host(shapes, spec) if offload else shapes
-                of_state = jax.tree.map(
-                    lambda x, sharding: jax.ShapeDtypeStruct(
-                        x.shape, x.dtype, sharding=sharding, weak_type=_tree.is_weak(x)
-                    ),
-                    state,
-                    state_shardings(frozen_tx, of_spec),
-                )
+                of_state = jax.tree.map(lambda x, s: x.update(sharding=s), state, state_shardings(frozen_tx, of_spec))
                 step = train_step(loss, frozen_tx, has_aux, extra_args=extra_args)
                 found = figures(step, of_spec, of_state, batch)
             except Exception as error:
                 error.add_note(f"with the spec {name!r}")
                 raise
             sizes = counted.trainable_elements, counted.trainable_bytes, nbytes(state)
-            rows.append(
-                SpecCosts(name, *sizes, found.memory_bytes, found.host_bytes, found.flops, _fits(found, memory))
-            )
+            fits = _fits(found, memory)
+            rows.append(SpecCosts(name, *sizes, found.memory_bytes, found.host_bytes, found.flops, fits))
     return Costs(tuple(rows), memory)
 
 
@@ -199,7 +193,6 @@ def _fits(found: Figures, memory: int | None) -> bool | None:
 
 
 def _checked(memory: Any) -> int | None:
-    """The memory in whole bytes."""
     if memory is None:
         return None
     fix = "memory=15.75 * 2**30 for 15.75 GiB"
@@ -237,3 +230,27 @@ def _is_state(node: Any) -> bool:
     of_flax = getattr(sys.modules.get("flax.training.train_state"), "TrainState", ())
     of_optax = isinstance(node, tuple) and hasattr(node, "_fields") and type(node).__module__.startswith("optax.")
     return isinstance(node, (*OWN, *([of_flax] if of_flax else []))) or (of_optax and not _tree.is_leaf(node))
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """Yields a function to be called before each of ``total`` pieces of work, with its name."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None  # without, rich warns
+    shown = console.is_terminal or has_widgets
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(
+        *columns, console=console, transient=True, disable=not shown, redirect_stdout=False, redirect_stderr=False
+    )
+    with bar:
+        task, begun = bar.add_task("", total=total), 0
+
+        def show(name: str) -> None:
+            nonlocal begun
+            bar.update(task, description=printable(name), completed=begun)
+            begun += 1
+
+        yield show

@@ -64,7 +64,6 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
 
 
 def refuse_freezing(state: PyTree, *, at: str, fix: str) -> None:
-    """Raises ``ValueError`` if this is the state of an optimizer that already freezes parameters."""
     if states_in(state, (FreezeState, FreezeWhenState)):
         got = "fz.freeze, fz.freeze_when or fz.union, alone or within another transformation"
         expected = "the optimizer that you would use without freezing"
@@ -126,13 +125,11 @@ def _struct(value: Any) -> Any:
 
 
 def nbytes(shapes: PyTree) -> int:
-    """The bytes of all arrays of a tree."""
     return sum(nbytes_of(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
 
 
 @functools.cache
 def nbytes_of(shape: tuple[int, ...], dtype: Any) -> int:
-    """The bytes of an array."""
     return -(-math.prod(shape) * bits_of(dtype) // 8)
 
 

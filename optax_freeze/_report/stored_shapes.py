@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from numpy.lib import format as npy
 
-from optax_freeze._errors import in_one_line, is_int, value_error
+from optax_freeze._errors import in_one_line, is_int, listed, value_error
 from optax_freeze._report.safetensors_format import DTYPES, imported
 from optax_freeze._spec import tree as _tree
 
@@ -226,8 +226,7 @@ def _what_is_there(missing: epath.Path) -> str:
 
 def _listed(paths: Sequence[epath.Path]) -> str:
     """Paths, three at most."""
-    names = sorted(map(str, paths))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return listed(sorted(map(str, paths)))
 
 
 def _wrong(checkpoint: epath.Path, got: str, fix: str) -> ValueError:

@@ -215,6 +215,33 @@ def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
     nbytes, of_frozen = (-(-bits_of(leaf.dtype) * count // 8) for count in (elements, frozen))
     on_host = nbytes if is_on_host(value.array if isinstance(value, Rest) else value) else 0
     rows = selection.which() if isinstance(selection, RowSelection) and 0 < frozen < elements else ""
-    return Row(
-        leaf.path, shape, leaf.dtype, elements, frozen, nbytes, of_frozen, host_bytes=on_host, trainable_rows=rows
-    )
+    sizes = elements, frozen, nbytes, of_frozen
+    return Row(leaf.path, shape, leaf.dtype, *sizes, host_bytes=on_host, trainable_rows=rows)
+
+
+def print_trainable(params: PyTree, frozen: Spec, *, tied: Tied = "error") -> None:
+    """Prints how many parameters train, in the format of PEFT's ``print_trainable_parameters``.
+
+    The numbers count elements, as in :func:`optax_freeze.summary`. Integers count as frozen, since they cannot train.
+
+    Args:
+      params: any pytree of arrays or of ``jax.ShapeDtypeStruct``.
+      frozen: the spec of the frozen parameters, in any form.
+      tied: as in :func:`optax_freeze.partition`.
+
+    Returns:
+      None. For the numbers themselves use :func:`optax_freeze.summary`.
+
+    Raises:
+      TypeError, ValueError: as :func:`optax_freeze.summary` does.
+
+    Example:
+      >>> import numpy as np, optax_freeze as fz
+      >>> params = {"base": np.ones(4444, np.float32), "adapter": np.ones(1234, np.float32)}
+      >>> fz.print_trainable(params, "base")
+      trainable params: 1,234 || all params: 5,678 || trainable%: 21.7330
+    """
+    counted = summary(params, frozen, tied=tied)
+    trains, elements = counted.trainable_elements, counted.elements
+    percent = 100 * trains / elements if elements else 0.0
+    print(f"trainable params: {trains:,} || all params: {elements:,} || trainable%: {percent:.4f}")

@@ -71,7 +71,6 @@ def _sum(path: str, rows: Sequence[Row]) -> Row:
 
 
 def table(rows: Iterable[Row], totals: list[str]) -> Table:
-    """The lines of rows as cells."""
     return Table(
         [tuple(map(printable, _cells(line))) for line in fold((row.path, row._replace(path="")) for row in rows)],
         totals,
@@ -130,7 +129,6 @@ def count(number: int) -> str:
 
 
 def as_text(table: Table) -> str:
-    """Plain text, as wide as it needs to be whatever the terminal."""
     widths = [max(map(len, column)) for column in zip(table.header, *table.cells, strict=True)]
     lines = []
     for line in (table.header, ["-" * width for width in widths], *table.cells):
@@ -155,7 +153,6 @@ def as_rich(table: Table) -> Any:
 
 
 def as_html(table: Table) -> str:
-    """An HTML table for notebooks, escaped."""
     head = "".join(f"<th>{name}</th>" for name in table.header)
     styles = [f'<td style="text-align: {side}">' for side in table.header.values()]
     rows = [map("{}{}</td>".format, styles, map(html.escape, line)) for line in table.cells]

@@ -33,7 +33,6 @@ def _is_float(value: Any) -> bool:
 
 
 def _refuse_lost(value: Any, new: Any, path: str, fix: str) -> None:
-    """A ``ValueError`` for values that the new dtype does not have."""
     numpy, to, got = np if isinstance(value, np.ndarray) else jnp, new.dtype, ""
     if jnp.issubdtype(to, jnp.integer):
         limits, [least, most] = (

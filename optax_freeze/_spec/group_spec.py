@@ -2,16 +2,16 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import value_error
-from optax_freeze._spec.masks import Choice, choice_of, elements, rows
+from optax_freeze._spec.masks import Choice, choice_of, elements, mask_of
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec, Selector
 from optax_freeze._spec.tree import Leaf
@@ -77,9 +77,8 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
     if TRAINABLE in frozen or not frozen:
         return bool(frozen)
     if isinstance(frozen[0], RowIndex):
-        axis, size = frozen[0].axis, frozen[0].size
-        found = functools.reduce(np.union1d, [index.numbers for index in frozen])  # type: ignore[attr-defined]
-        return len(found) == size or rows(found.tolist(), axis)
+        rows = functools.reduce(operator.or_, [index.rows for index in frozen])  # type: ignore[attr-defined]
+        return mask_of(rows, frozen[0].axis)
     if isinstance(frozen[0], DynamicRowIndex):  # of one group; if there is a second one, it has all other rows
         return len(frozen) > 1 or ~choice_of(frozen[0])  # type: ignore[return-value]
     arrays = [~jnp.asarray(selection.frozen(len(leaf.shape or ()))) for selection in frozen]

@@ -1,20 +1,67 @@
 """Which elements of one leaf are frozen: rows by their numbers, single elements by a boolean array."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, TypeGuard, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
-from optax_freeze._spec.mask_operators import MaskOperators
 from optax_freeze._spec.row_numbers import bools_of, fix_for, named_twice, numbers_of, rows_named, trainable_rows
+from optax_freeze._spec.row_set import RowSet
 from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
 from optax_freeze._spec.tree import Leaf
+
+
+class MaskOperators:
+    """Element masks do not combine by themselves: which elements they freeze depends on the shape of a leaf."""
+
+    def __or__(self, other: Any) -> Any:
+        raise _no_operator(self, other, "|")
+
+    def __and__(self, other: Any) -> Any:
+        raise _no_operator(self, other, "&")
+
+    __ror__, __rand__ = __or__, __and__
+
+
+def _no_operator(a: Any, b: Any, symbol: str) -> TypeError:
+    what, expected = f"an element mask has no {symbol}", "selectors: fz.rules says for which leaves a mask is"
+    is_selector = isinstance(b, str) or hasattr(b, "select")
+    if is_selector or (_is_static(a) and _is_static(b) and a.axis == b.axis):
+        fix = f" {symbol} ".join(repr(each) if each is b and is_selector else _for_leaves(each) for each in (a, b))
+    else:
+        fix = as_arrays(a, b, symbol, "leaf.shape")
+    return type_error(what, at=symbol, got=f"{a!r} and {described(b)}", expected=expected, fix=fix)
+
+
+def _for_leaves(mask: Any) -> str:
+    return f"fz.rules({{pattern: {mask!r}}})"
+
+
+def as_arrays(a: Any, b: Any, symbol: str, shape: Any) -> str:
+    """What to write for two masks of one leaf that do not combine."""
+    code = [_as_array(name, mask, shape) for name, mask in (("a", a), ("b", b)) if _is_static(mask)]
+    if len(code) < 2 or len(repr(a) + repr(b)) > 200:
+        return f"combine the masks as arrays: one fz.elements(a {symbol} b)"
+    return f"combine them as arrays: {'; '.join(code)}; fz.elements(a {symbol} b)"
+
+
+def _as_array(name: str, mask: Any, shape: Any) -> str:
+    index: Any = list(mask.index) if isinstance(mask.index, tuple) else mask.index
+    if isinstance(index, slice):
+        index = ":".join("" if bound is None else str(bound) for bound in (index.start, index.stop, index.step))
+    before, after = (":, " * mask.axis, "") if mask.axis >= 0 else ("..., ", ", :" * (-mask.axis - 1))
+    made = "np.ones" if mask.inverted else "np.zeros"
+    return f"{name} = {made}({shape}, bool); {name}[{before}{index}{after}] = {not mask.inverted}"
+
+
+def _is_static(mask: Any) -> TypeGuard[Any]:
+    """Whether a mask is of static rows, the only one with an index."""
+    return isinstance(mask, MaskOperators) and hasattr(mask, "index")
 
 
 class _RowMask(MaskOperators):
@@ -65,7 +112,11 @@ class StaticRows(_RowMask):
 
     def fit(self, leaf: Leaf) -> Selection:
         """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
-        axis, size = self._axis_and_size(leaf)
+        return row_index(self, self._axis_and_size(leaf)[0], self.frozen_rows(leaf))
+
+    def frozen_rows(self, leaf: Leaf) -> RowSet:
+        """The rows of a leaf that are frozen; a ``ValueError`` if the mask does not fit it."""
+        _, size = self._axis_and_size(leaf)
         if self.length not in (None, size):
             what, got = "a vector of bools differs in length from its axis", f"{self.length} bools"
             expected = f"{size}, the length of axis {self.axis} of shape {leaf.shape}"
@@ -73,11 +124,11 @@ class StaticRows(_RowMask):
             fix = f"axis={same[0]}" if same else "give one bool for each row, or the numbers of the rows"
             raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
         if isinstance(self.index, slice):
-            return row_index(self, axis, size, self._runs_of_slice(self.index, size, leaf), self.inverted)
-        numbers = self._ascending((self.index,) if isinstance(self.index, int) else self.index, size, leaf)
-        named = set(numbers)
-        starts, stops = [n for n in numbers if n - 1 not in named], [n + 1 for n in numbers if n + 1 not in named]
-        return row_index(self, axis, size, list(zip(starts, stops, strict=True)), self.inverted)
+            named = RowSet.of_runs(size, self._runs_of_slice(self.index, size, leaf))
+        else:
+            numbers = (self.index,) if isinstance(self.index, int) else self.index
+            named = RowSet.of_numbers(size, self._ascending(numbers, size, leaf))
+        return ~named if self.inverted else named
 
     def _runs_of_slice(self, index: slice, size: int, leaf: Leaf) -> list[tuple[int, int]]:
         self._refuse_outside([bound for bound in (index.start, index.stop) if bound is not None], size, size, leaf)
@@ -185,7 +236,8 @@ class Elements(MaskOperators):
                 expected, fix = f"True or False, or a mask of shape {expected}", "create the bool outside jit, or use"
             axis = next((n for n, size in enumerate(leaf.shape or ()) if self.array.shape == (size,)), None)
             rows = f"for whole rows use fz.rows{f'(mask, axis={axis})' if axis else ''}"
-            if self._broadcasts(leaf.shape or ()):
+            ends = zip(reversed(self.array.shape), reversed(leaf.shape or ()), strict=False)
+            if len(self.array.shape) <= len(leaf.shape or ()) and all(size in (1, whole) for size, whole in ends):
                 fix += f" jnp.broadcast_to(mask, leaf.shape); {rows}"
             else:
                 fix = rows if axis is not None else "compute it from the leaf: leaf < 0.1"
@@ -196,11 +248,6 @@ class Elements(MaskOperators):
             fix = "resolve it outside jit (tx.init, fz.spec_of), or leave compact=False"
             raise value_error(what, at=leaf.path, got="a traced array, or only a shape", expected=expected, fix=fix)
         return FROZEN if self.count == 0 else DenseMask(self.array, self.compact, self.count, self.of_state)
-
-    def _broadcasts(self, shape: tuple[int, ...]) -> bool:
-        with contextlib.suppress(ValueError):
-            return np.broadcast_shapes(self.array.shape, shape) == shape
-        return False
 
     def __invert__(self) -> "Elements":
         array = ~jnp.asarray(self.array)
@@ -214,6 +261,32 @@ class Elements(MaskOperators):
 ElementMask: TypeAlias = StaticRows | DynamicRows | Elements
 Choice: TypeAlias = bool | ElementMask
 """What a spec says about a leaf: True freezes it, False trains it, an element mask freezes a part of it."""
+
+
+def mask_of(frozen: RowSet, axis: int) -> Choice:
+    """What a spec says about a leaf of which these rows are frozen; a slice if they are one run, or all others are."""
+    if frozen.count in (0, frozen.size):
+        return frozen.count > 0
+    for named, inverted in ((frozen, False), (~frozen, True)):
+        if named.run is not None:
+            return StaticRows(slice(*named.run), axis, inverted)
+    return StaticRows(tuple(frozen.numbers.tolist()), axis)
+
+
+def combined(a: Choice, b: Choice, leaf: Leaf, selector: Any, *, either: bool) -> Choice:
+    """What at least one of two masks freezes if ``either``, else what both do; an error unless these are rows."""
+    if isinstance(a, StaticRows) and isinstance(b, StaticRows):
+        first, second = a.frozen_rows(leaf), b.frozen_rows(leaf)
+        for rows, other in ((first, b), (second, a)):
+            if rows.count in (0, rows.size):
+                return either if (rows.count == rows.size) is either else other
+        axes = {each.fit(leaf).axis for each in (a, b)}  # type: ignore[attr-defined]
+        if len(axes) == 1:
+            return mask_of(first | second if either else first & second, *axes)
+    what, got = f"{selector!r}: two element masks for one leaf", f"{a!r} and {b!r}"
+    expected = "one mask for a leaf, or static rows along one axis"
+    fix = as_arrays(a, b, "|" if either else "&", leaf.shape)
+    raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
 
 
 def choice_of(selection: Selection) -> Choice:
@@ -268,12 +341,9 @@ def rows(index: Any, axis: int = 0, *, allow_empty: bool = False, keep_state: bo
     numbers = numbers_of(index) if bools is None else tuple(np.flatnonzero(bools).tolist())
     if numbers is None or not is_int(axis):
         got = f"index={described(index)}, axis={described(axis)}"
-        expected = (
-            "a slice, an int, a list of ints, a JAX array of integers of shape (k,) or a vector of bools with values"
-        )
-        raise type_error(
-            "fz.rows takes row numbers", at="fz.rows", got=got, expected=expected, fix=fix_for(index, axis)
-        )
+        expected = "a slice, an int, a list of ints, a JAX array of integers of shape (k,) or a vector of bools with"
+        what, expected, fix = "fz.rows takes row numbers", f"{expected} values", fix_for(index, axis)
+        raise type_error(what, at="fz.rows", got=got, expected=expected, fix=fix)
     if isinstance(numbers, jax.Array):
         return DynamicRows(numbers, int(axis), keep_state=bool(keep_state))
     if keep_state:

@@ -8,15 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import (
-    counted,
-    described,
-    is_array,
-    is_scalar,
-    refuse_unknown_choice,
-    type_error,
-    value_error,
-)
+from optax_freeze._errors import counted, described, is_array, is_scalar, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Choice, rows
 from optax_freeze._spec.merge_report import TOLD, Grown, MergeReport, told
@@ -47,9 +39,8 @@ class MergedSpec(Selector):
             if not names:
                 what, got = f"{self!r}: a leaf that was not merged", f"one of {counted(len(leaves), 'leaf', 'leaves')}"
                 expected = f"paths of the tree that was merged, such as {list(self.paths[:3])}"
-                fix = (
-                    "merge the tree that the optimizer gets: the one below its top key, or nnx.state(model, nnx.Param)"
-                )
+                fix = "merge the tree that the optimizer gets: the one below its top key, or"
+                fix += " nnx.state(model, nnx.Param)"
                 raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
             found.append(known[names[0]])
         return found
@@ -194,19 +185,17 @@ def _misfit(given: _Given, own: Mapping[str, Any], fixed: set[str], dtype: str) 
 
 
 def _choice(longer: Grown | None, mine: Any) -> Choice:
-    return (
-        True
-        if longer is None or not jnp.issubdtype(dtype_of(mine), jnp.inexact)
-        else rows(slice(0, longer.rows), longer.axis)
-    )
+    if longer is None or not jnp.issubdtype(dtype_of(mine), jnp.inexact):
+        return True
+    return rows(slice(0, longer.rows), longer.axis)
 
 
 def _ignored(ignore: Any, given: Sequence[_Given], reasons: Mapping[int, str]) -> set[int]:
     """The positions of leaves without a place that a pattern allows; an error for a pattern that allows none."""
-    leaves = [
-        Leaf(each.path, shape_of(each.value), _dtype(each.value), (each.name,) * (each.name != each.path))
-        for each in given
-    ]
+    leaves = []
+    for name, path, value in given:
+        dtype = value.dtype if is_array(value) else None
+        leaves.append(Leaf(path, shape_of(value), dtype, (name,) * (name != path)))
     found: set[int] = set()
     for pattern in [ignore] if is_selector(ignore) and not isinstance(ignore, (list, tuple)) else ignore:
         selector = as_selector(pattern, "ignore")
@@ -219,10 +208,6 @@ def _ignored(ignore: Any, given: Sequence[_Given], reasons: Mapping[int, str]) -
             raise value_error(what, at=at, got=got, expected=expected, fix=fix)
         found |= {i for i in hits if i in reasons}
     return found
-
-
-def _dtype(value: Any) -> Any:
-    return value.dtype if is_array(value) else None
 
 
 def _unplaced(left: Sequence[tuple[_Given, str]], given: Sequence[_Given], free: Mapping[str, Any]) -> ValueError:

@@ -14,7 +14,7 @@ import jax
 from optax_freeze._errors import described, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.resolve import Spec, Tied, make_plan
+from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.tree import PyTree
 
 _FIX = "to check other variables pass their state, which is compared whole: nnx.state(model, nnx.BatchStat)"
@@ -27,12 +27,13 @@ def parameters_of_modules(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda node: _state(node) if is_module(node) else node, tree, is_leaf=_is_leaf)
 
 
-def plan_of_parameters(parameters: PyTree, frozen: Spec, *, of: PyTree, tied: Tied = "ignore") -> Plan:
+def plan_of_parameters(parameters: PyTree, frozen: Spec, *, of: PyTree) -> Plan:
     """The plan of a spec for ``parameters``, which are :func:`parameters_of_modules` of the tree ``of``."""
     try:
-        return make_plan(parameters, parameters_of_modules(frozen), tied=tied).in_state
+        return make_plan(parameters, parameters_of_modules(frozen)).in_state
     except ValueError as error:
-        if _has_module(of) and _fits(of, frozen):
+        has_module = any(map(is_module, jax.tree.leaves(of, is_leaf=_is_leaf)))
+        if has_module and _fits(of, frozen):
             what, got = "the spec matches variables of an NNX module that are not parameters", described(frozen)
             expected = "a spec of its parameters, nnx.Param and FrozenParam, alone"
             raise value_error(what, at="frozen", got=got, expected=expected, fix=_FIX) from error
@@ -66,10 +67,6 @@ def _state(module: Any) -> Any:
         what, got = "an NNX module without parameters", f"a {type(module).__name__}"
         raise value_error(what, at="params", got=got, expected="a module with an nnx.Param", fix=_FIX)
     return nnx.from_flat_state(found)
-
-
-def _has_module(tree: PyTree) -> bool:
-    return any(map(is_module, jax.tree.leaves(tree, is_leaf=_is_leaf)))
 
 
 def _fits(params: PyTree, frozen: Spec) -> bool:

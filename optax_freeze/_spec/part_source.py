@@ -10,7 +10,8 @@ after a gradient was computed are not those of the gradient.
 
 import dataclasses
 import itertools
-from typing import Any
+import weakref
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.core
@@ -19,9 +20,29 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
-from optax_freeze._spec.array_notes import ArrayNotes
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import Part, is_masked_node
+
+T = TypeVar("T")
+
+
+class ArrayNotes(Generic[T]):
+    """A mapping from array objects, which neither hash nor compare, to notes; it keeps no array alive."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def __setitem__(self, array: Any, note: T) -> None:
+        number = id(array)
+        self._notes[number] = weakref.ref(array, lambda _: self._notes.pop(number, None)), note
+
+    def get(self, array: Any) -> T | None:
+        """The note about this very object, or None."""
+        made, note = self._notes.get(id(array), (lambda: None, None))
+        return note if made() is array else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +112,6 @@ def with_source(part: Any, selection: Selection, leaf: Any) -> Any:
 
 
 def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> None:
-    """A ``ValueError`` for a ``Part`` whose rows or elements are not, or may not be, those of a selection."""
     if not isinstance(part, Part) or part.source is None or not selection.in_part:
         return
     mine, its = part.source, source_of(selection, next(iter(jax.tree.leaves(part.values)), None))
@@ -99,6 +119,7 @@ def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> 
         return
     which = "elements" if isinstance(part.index, int) else "rows"
     fix = "compute it with the spec of this state, in the same program: fz.grad(loss, fz.spec_of(state))"
+    # Without values, only what is certain is refused: rows replaced since, or a constant beside rows of a state.
     of_one_spec = name == "trainable" or not (mine.of_state or selection.of_state)
     if mine.array is not None and its.array is not None:
         if _same(mine.array, its.array):

@@ -96,7 +96,6 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
 
 
 def put_part(rest: Rest, part: Any) -> jax.Array:
-    """A partially frozen leaf."""
     array = rest.array
     if rest.dtype is not None and rest.dtype != array.dtype:
         array = to_memory_of(array, to_device(array).astype(rest.dtype))
@@ -160,16 +159,14 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
     """
     plan = make_plan(params, frozen)
     values, treedef = _tree.flatten(params)
-    stopped = [
-        value
-        if selection is TRAINABLE or leaf.dtype is None or isinstance(value, Part) or is_number(value)
-        else selection.choose(jax.lax.stop_gradient(value), value)
-        for leaf, selection, value in plan.entries(values)
-    ]
-    return jax.tree.unflatten(treedef, stopped)
+    for i, (leaf, selection, value) in enumerate(plan.entries(values)):
+        is_whole_array = leaf.dtype is not None and not isinstance(value, Part) and not is_number(value)
+        if selection is not TRAINABLE and is_whole_array:
+            values[i] = selection.choose(jax.lax.stop_gradient(value), value)
+    return jax.tree.unflatten(treedef, values)
 
 
 def _kind(node: Any) -> str:
-    return (
-        "optax.MaskedNode()" if _tree.is_masked_node(node) else "a Part" if isinstance(node, (Part, Rest)) else "a leaf"
-    )
+    if _tree.is_masked_node(node):
+        return "optax.MaskedNode()"
+    return "a Part" if isinstance(node, (Part, Rest)) else "a leaf"

@@ -3,9 +3,9 @@
 import contextlib
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from optax_freeze._errors import value_error
+from optax_freeze._errors import listed, value_error
 
 _CLASS = r"\[!?+[^/][^]/]*\]"  # `[]]` and `[!]]` are closed by the second bracket, and `[]` is not a class
 _TOKEN = re.compile(rf"(?<![^/])\*\*/|\A\*\*\Z|{_CLASS}|.", re.DOTALL)
@@ -118,7 +118,7 @@ def _meant(pattern: str, paths: Sequence[str]) -> str | None:
     for each in (pattern, at_any_depth) if pattern else ():
         if found := _matches(f"(?i:{glob(each).pattern})", paths):
             tops = dict.fromkeys(_top(path, re.compile(f"(?is:{glob(each).pattern})")) for path in found)
-            return f"case differs: {_told(map(literal, tops))}"
+            return f"case differs: {listed(map(literal, tops))}"
     if re.search(r"\.[*+?]|[\\|()^$+{]", pattern):
         for expression in (pattern, f"{pattern}/.*"):
             if _matches(expression, paths):
@@ -137,7 +137,7 @@ def _meant_by_regex(pattern: str, paths: Sequence[str]) -> str:
             return f"nearest paths: {near}; a regex must match the whole path: {expression!r}"
     for expression in (f"(?i){pattern}", f"(?i).*(?:{pattern}).*"):
         if found := _matches(expression, paths):
-            return f"case differs: {_told(found)}; ignore it by {expression!r}"
+            return f"case differs: {listed(found)}; ignore it by {expression!r}"
     near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.5) or paths[:3]
     return f"nearest paths: {', '.join(path if _matches(path, [path]) else re.escape(path) for path in near)}"
 
@@ -154,8 +154,3 @@ def _top(path: str, expression: re.Pattern[str]) -> str:
     """The shortest beginning of a path, in whole segments, that an expression matches."""
     segments = path.split("/")
     return next(top for n in range(1, len(segments) + 1) if expression.fullmatch(top := "/".join(segments[:n])))
-
-
-def _told(paths: Iterable[str]) -> str:
-    first, *others = paths
-    return ", ".join([first, *others[:2]]) + f" and {len(others) - 2} more" * (len(others) > 2)

@@ -17,7 +17,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.memory_kinds import HOST, is_on_host
 from optax_freeze._spec.part_source import refuse_other_rows, values_of, with_source
-from optax_freeze._spec.plan_digest import PlanLine
+from optax_freeze._spec.plan_digest import PlanLine, record_of
 from optax_freeze._spec.plan_nodes import is_placeholder, register_as_static
 from optax_freeze._spec.selection import (
     FROZEN,
@@ -28,7 +28,6 @@ from optax_freeze._spec.selection import (
     RowSelection,
     Selection,
 )
-from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Leaf, Part, PyTree
@@ -60,7 +59,6 @@ class Plan:
 
     @property
     def all_frozen(self) -> bool:
-        """Whether no leaf trains."""
         return not self.own
 
     @functools.cached_property
@@ -70,7 +68,6 @@ class Plan:
 
     @property
     def has_parts(self) -> bool:
-        """Whether the trainable part has a ``Part`` among its leaves."""
         return any(index is not None for index in self.part_indices)
 
     @functools.cached_property
@@ -91,7 +88,6 @@ class Plan:
 
     @property
     def has_masks(self) -> bool:
-        """Whether a state keeps an array for a selection."""
         return any(isinstance(selection, (DenseMask, DynamicRowIndex)) for selection in self.selections)
 
     @property
@@ -151,7 +147,6 @@ class Plan:
         return jax.tree.unflatten(self.treedef if treedef is None else treedef, labels)
 
     def refuse_all_frozen(self, what: str, frozen: Any) -> None:
-        """A ``ValueError`` if no leaf trains."""
         if self.all_frozen:
             could_train = sum(leaf.inexact for leaf in self.leaves)
             got = f"{described(frozen)}: all {len(self.leaves)} leaves, {could_train} of them could be trained"
@@ -264,7 +259,6 @@ def may_stay_on_host(selection: Selection) -> bool:
 
 
 def refuse_on_host(path: str, selection: Selection, value: Any) -> None:
-    """A ``ValueError`` if a trainable value is in host memory."""
     if is_on_host(value) and not may_stay_on_host(selection):
         got = f"{described(value)} in {HOST}, which {selection}"
         expected = "an array in device memory; frozen leaves and leaves with static rows may be in host memory"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from optax_freeze._errors import counted, value_error
+from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection
 
 _BYTES = 8
 """The size of the digest of one line."""
@@ -30,6 +31,18 @@ class PlanLine(NamedTuple):
 class HasLines(Protocol):
     @property
     def lines(self) -> Iterable[PlanLine]: ...
+
+
+def record_of(selection: Selection) -> Any:
+    """A selection without its array, as JSON: True if all is frozen, False if nothing is, else a dict."""
+    if isinstance(selection, RowIndex):
+        return {"axis": selection.axis, "rows": selection.rows.as_json(), "train": not selection.rows.others}
+    if isinstance(selection, DynamicRowIndex):
+        kept = {"keep_state": True} if selection.keep_state else {}
+        return {"axis": selection.axis, "count": selection.count, "dynamic": True, **kept}
+    if isinstance(selection, DenseMask):
+        return {"compact": selection.compact, "count": selection.count}
+    return selection is FROZEN
 
 
 def digest_of(plan: HasLines) -> np.ndarray:

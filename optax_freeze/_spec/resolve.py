@@ -12,17 +12,26 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeGuard
 import jax
 import numpy as np
 
-from optax_freeze._errors import described, in_one_line, message, refuse_unknown_choice, type_error, value_error
+from optax_freeze._errors import (
+    counted,
+    described,
+    in_one_line,
+    is_concrete,
+    message,
+    refuse_unknown_choice,
+    type_error,
+    value_error,
+)
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, StaticRows, choice_of
+from optax_freeze._spec.masks import ElementMask, Elements, StaticRows, choice_of
+from optax_freeze._spec.numpy_leaves import AS_ARRAYS_OF_JAX, dtype_in_jax, is_lost
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.plan_digest import digest_of, refuse_other_plan
 from optax_freeze._spec.prefix_tree import from_function, from_prefix, refuse_condition
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, Selection
 from optax_freeze._spec.selector_algebra import Choice, FilterOfNnx, ResolvedSpec, Selector, as_selector, is_selector
-from optax_freeze._spec.tied_leaves import refuse_tied
+from optax_freeze._spec.tied_leaves import refuse_tied, ties
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Walk
-from optax_freeze._spec.untrainable import refuse_untrainable
 
 
 class DataclassTree(Protocol):
@@ -112,7 +121,8 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
     walk = _tree.walk(params)
     leaves = walk.leaves() if leaves is None else leaves
     choices = choose(frozen, params, leaves) if leaves else []
-    covered: dict[int, list[int]] = collections.defaultdict(list)  # the leaves of each entry of the spec
+    # An entry of the spec is refused if no leaf of it can train, and not at each integer beside weights that can.
+    covered: dict[int, list[int]] = collections.defaultdict(list)
     for i, choice in enumerate(choices):
         covered[id(choice)].append(i)
     for numbers in covered.values():
@@ -123,6 +133,25 @@ def make_plan(params: PyTree, frozen: Spec, *, tied: Tied = "ignore", leaves: Se
         if isinstance(frozen, StaticRows):
             _refuse_for_all(frozen, leaves, error)
         raise
+
+
+def refuse_untrainable(choice: Choice, leaves: Sequence[Leaf]) -> None:
+    """A ``ValueError`` for an element mask of leaves none of which can train, if some of their elements would."""
+    if isinstance(choice, bool) or any(leaf.may_train for leaf in leaves):
+        return
+    for leaf in leaves:
+        if leaf.shape and _would_train(choice, leaf):
+            what, got = f"{choice!r} trains a part of a leaf that cannot train", f"{leaf.dtype} of shape {leaf.shape}"
+            expected = "a floating-point or complex leaf: any other is frozen as a whole"
+            fix = "write True in place of the mask; if the leaf should train, convert it: leaf.astype(jnp.float32)"
+            raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
+
+
+def _would_train(mask: ElementMask, leaf: Leaf) -> bool:
+    """Whether a mask lets elements of a leaf train; False if it has no values that say so."""
+    if isinstance(mask, Elements):
+        return is_concrete(mask.array) and not np.all(mask.array)
+    return mask.fit(leaf) is not FROZEN
 
 
 def _refuse_for_all(rows: StaticRows, leaves: Sequence[Leaf], error: ValueError) -> None:
@@ -224,3 +253,35 @@ def choose(frozen: Spec, params: PyTree, leaves: Sequence[Leaf]) -> list[Choice]
 def _is_function(frozen: Spec, params: PyTree) -> TypeGuard[Callable[[PyTree], PyTree]]:
     """Whether a spec is a function of the tree; an Equinox module is a tree that can be called."""
     return callable(frozen) and not isinstance(frozen, type(params))
+
+
+def warn_of_leaves(values: Sequence[Any], trained: Plan, frozen: Plan, tied: Tied, *, stacklevel: int) -> None:
+    """Emits a :class:`FreezeWarning` for tied leaves that train, and one for frozen ones that JAX converts.
+
+    The plans differ for groups, which train at some steps and are frozen at others.
+    """
+    texts = []
+    paths = [leaf.path for leaf in trained.leaves]
+    pairs = [(i, j) for i, j in ties(values, trained.leaves) if trained.selections[i] is not FROZEN]
+    if pairs and tied == "error":
+        text = message(
+            "one array at two paths that both train: they will differ after the first update",
+            at=[paths[each] for each in pairs[0]],
+            got=f"the same array at both paths{f', and {len(pairs) - 1} more such pairs' * (len(pairs) > 1)}",
+            expected="one leaf for parameters that are shared",
+            fix='read it in both places from one leaf; if they shall differ, copy the array, or pass tied="ignore"',
+        )
+        texts.append(text)
+    lost = [i for i, s in enumerate(frozen.selections) if s is not TRAINABLE and is_lost(values[i])]
+    if lost:
+        dtypes = dict.fromkeys(values[i].dtype for i in lost)
+        text = message(
+            "a frozen NumPy array will not stay as it is: jax.jit converts it",
+            at=[paths[i] for i in lost[:3]],
+            got=f"{counted(len(lost), 'leaf', 'leaves')} of {', '.join(map(str, dtypes))}",
+            expected=f"{', '.join(str(dtype_in_jax(dtype)) for dtype in dtypes)}, the dtype that JAX makes of it",
+            fix=AS_ARRAYS_OF_JAX,
+        )
+        texts.append(text)
+    for text in texts:
+        warnings.warn(text, FreezeWarning, stacklevel=stacklevel + 1)

@@ -6,7 +6,6 @@ the same methods. Nothing is multiplied by a mask, since NaN times zero is NaN.
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -20,11 +19,9 @@ from optax_freeze._errors import counted, value_error
 from optax_freeze._spec import host_rows as _host_rows
 from optax_freeze._spec.indexing import at, cut, gather, integer_of, numbers_where, of_each_row, scatter, select, write
 from optax_freeze._spec.memory_kinds import is_on_host, to_memory_of
+from optax_freeze._spec.row_set import FEW, RowSet
 from optax_freeze._spec.sharding import explicit_sharding, with_sharding
 from optax_freeze._spec.tree import MASKED_NODE, Part, Rest
-
-_FEW = 16  # up to this many runs of rows, the row numbers are computed as iotas; beyond it they are a constant
-_TOLD = 8  # at most this many runs of rows are named in an error
 
 
 class Selection:
@@ -122,7 +119,7 @@ class _Numbered(Selection):
     """Rows of a leaf, or elements of the flattened leaf, of which ``count`` train along ``axis``."""
 
     axis: int
-    size: int
+    size: Any
     count: Any
     run: Any = None  # the trainable rows as one run (start, stop), if they are known to be one
 
@@ -255,48 +252,40 @@ class RowSelection(_Numbered):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class RowIndex(RowSelection):
-    """Static rows: those of ``progressions`` train, or all ``others``."""
+    """Static rows: those of a set train."""
 
     mask: Any = dataclasses.field(compare=False)  # as the user wrote it
     axis: int
-    size: int
-    progressions: tuple[tuple[int, int, int], ...]  # (start, stop, step), ascending
-    others: bool = False
+    rows: RowSet
 
-    @functools.cached_property
+    @property
+    def size(self) -> int:
+        return self.rows.size
+
+    @property
     def count(self) -> int:
-        named = sum(len(range(*progression)) for progression in self.progressions)
-        return self.size - named if self.others else named
+        return self.rows.count
 
     @property
     def run(self) -> tuple[int, int] | None:
-        (start, stop, step), *more = self.progressions
-        return (start, stop) if not more and step == 1 else None
+        return self.rows.run
 
     @property
     def numbers(self) -> np.ndarray:
-        """The numbers of the trainable rows, ascending."""
-        named = np.concatenate([np.arange(*progression) for progression in self.progressions])
-        return np.setdiff1d(np.arange(self.size), named) if self.others else named
+        return self.rows.numbers
 
     @property
     def part_index(self) -> "RowIndex":
         return self
 
-    @property
-    def _named(self) -> str:
-        named = [f"{start}:{stop}" + f":{step}" * (step > 1) for start, stop, step in self.progressions]
-        return ", ".join(named[:_TOLD]) + f" and {len(named) - _TOLD} more" * (len(named) > _TOLD)
-
     def which(self) -> str:
-        return f"{'all except ' * self.others}rows {self._named} of axis {self.axis}"
+        return f"{'all except ' * self.rows.others}rows {self.rows} of axis {self.axis}"
 
     def __str__(self) -> str:
-        return f"trains {'except ' * self.others}in rows {self._named} of {self.size} along axis {self.axis}"
+        return f"trains {'except ' * self.rows.others}in rows {self.rows} of {self.size} along axis {self.axis}"
 
     @property
     def _dtype(self) -> Any:
-        """That of the numbers."""
         if self.size <= np.iinfo(np.int32).max or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             return jnp.int32 if self.size <= np.iinfo(np.int32).max else jnp.int64
         raise value_error(
@@ -309,20 +298,21 @@ class RowIndex(RowSelection):
 
     def indices(self, *array: Any) -> jax.Array:
         dtype = self._dtype
-        if self.others:
+        if self.rows.others:
             return numbers_where(~self.frozen_rows(), self.count).astype(dtype)
-        if len(self.progressions) > _FEW:
+        if len(self.rows.progressions) > FEW:
             return jnp.asarray(self.numbers.astype(dtype))
-        iotas = [(each, jnp.arange(len(range(*each)), dtype=dtype)) for each in self.progressions]
+        iotas = [(each, jnp.arange(len(range(*each)), dtype=dtype)) for each in self.rows.progressions]
         return jnp.concatenate([start + (step * iota if step > 1 else iota) for (start, _, step), iota in iotas])
 
     def frozen_rows(self) -> jax.Array:
-        if len(self.progressions) > _FEW:
+        progressions = self.rows.progressions
+        if len(progressions) > FEW:
             return jnp.ones(self.size, bool).at[self.numbers].set(False)
         i = jnp.arange(self.size, dtype=self._dtype)
-        hits = [(i >= a) & (i < b) & ((i - a) % step == 0 if step > 1 else True) for a, b, step in self.progressions]
+        hits = [(i >= a) & (i < b) & ((i - a) % step == 0 if step > 1 else True) for a, b, step in progressions]
         hit = functools.reduce(jnp.logical_or, hits)
-        return hit if self.others else ~hit
+        return hit if self.rows.others else ~hit
 
 
 def shape_of_part(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -330,21 +320,10 @@ def shape_of_part(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return index.shape_of_part(shape) if isinstance(index, RowSelection) else (index,)
 
 
-def row_index(mask: Any, axis: int, size: int, named: list[tuple[int, int]], inverted: bool) -> Selection:
-    """The selection of a leaf whose rows in ``named``, ascending runs (start, stop), are frozen or, if inverted, train.
-
-    Many runs are stored as one progression, if their rows are one, or all other rows are.
-    """
-    edges = [0, *itertools.chain.from_iterable(named), size]
-    gaps = [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
-    trains, frozen = (named, gaps) if inverted else (gaps, named)
-    if not trains or not frozen:
-        return TRAINABLE if trains else FROZEN
-    for rows, others in [(trains, False), (frozen, True)] if len(trains) > _FEW else []:
-        progression = rows[0][0], rows[-1][1], rows[1][0] - rows[0][0]
-        if rows[0][1] == rows[0][0] + 1 and rows == [(i, i + 1) for i in range(*progression)]:
-            return RowIndex(mask, axis, size, (progression,), others)
-    return RowIndex(mask, axis, size, tuple((start, stop, 1) for start, stop in trains))
+def row_index(mask: Any, axis: int, frozen: RowSet) -> Selection:
+    if frozen.count in (0, frozen.size):
+        return TRAINABLE if frozen.count < frozen.size else FROZEN
+    return RowIndex(mask, axis, ~frozen)
 
 
 @functools.partial(

@@ -1,26 +1,15 @@
-"""A selection without its array as JSON, in the records of checkpoints and of stored features."""
+"""Reads a selection, without its array, in the records of checkpoints and of stored features."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from optax_freeze._errors import is_int
-from optax_freeze._spec.masks import StaticRows
-from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex, Selection
+from optax_freeze._spec.masks import mask_of
+from optax_freeze._spec.row_set import RowSet
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, Selection
 from optax_freeze._spec.tree import MASKED_NODE, Leaf
-
-
-def record_of(selection: Selection) -> Any:
-    """The record of a selection: True if all is frozen, False if nothing is, a dict of the frozen part otherwise."""
-    if isinstance(selection, RowIndex):
-        rows = [list(progression) for progression in selection.progressions]
-        return {"axis": selection.axis, "rows": rows, "train": not selection.others}
-    if isinstance(selection, DynamicRowIndex):
-        kept = {"keep_state": True} if selection.keep_state else {}
-        return {"axis": selection.axis, "count": selection.count, "dynamic": True, **kept}
-    if isinstance(selection, DenseMask):
-        return {"compact": selection.compact, "count": selection.count}
-    return selection is FROZEN
 
 
 def selection_of(record: Any, shape: Sequence[int] | None) -> Selection:
@@ -39,17 +28,22 @@ def selection_of(record: Any, shape: Sequence[int] | None) -> Selection:
         ):
             return DynamicRowIndex(MASKED_NODE, axis, shape[axis], count)
         case {"axis": axis, "rows": [_, *_] as rows, "train": bool(train), **others} if (
-            not others and is_int(axis) and axis in range(len(shape)) and _are_progressions(rows, shape[axis])
+            not others and is_int(axis) and axis in range(len(shape))
         ):
-            numbers = slice(*rows[0]) if len(rows) == 1 else tuple(sorted({n for each in rows for n in range(*each)}))
-            selection = StaticRows(numbers, axis, inverted=train).fit(Leaf("", tuple(shape)))
-            if record_of(selection) == record:
-                return selection
+            found = _row_set(shape[axis], rows, others=not train)
+            if found is not None and 0 < found.count < found.size:
+                return mask_of(~found, axis).fit(Leaf("", tuple(shape)))  # type: ignore[union-attr]
     raise ValueError(f"the frozen part {record!r}")
 
 
-def _are_progressions(rows: Any, size: int) -> bool:
-    """Whether these are progressions ``[start, stop, step]`` of the rows of a leaf with ``size`` rows."""
+def _row_set(size: int, rows: Any, *, others: bool) -> RowSet | None:
+    """The set with these progressions, if they are those of a set."""
     if not all(isinstance(each, list) and len(each) == 3 and all(map(is_int, each)) for each in rows):
-        return False
-    return all(0 <= start < stop <= size and step > 0 for start, stop, step in rows)
+        return None
+    if not all(0 <= start < stop <= size and step > 0 for start, stop, step in rows):
+        return None
+    runs = RowSet(size, tuple(map(tuple, rows)), others).runs
+    if not all(before[1] < after[0] for before, after in itertools.pairwise(runs)):
+        return None
+    found = RowSet.of_runs(size, runs)
+    return found if (found.as_json(), found.others) == (rows, others) else None

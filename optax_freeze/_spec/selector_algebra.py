@@ -17,8 +17,7 @@ import numpy as np
 from optax_freeze._errors import counted, described, in_one_line, type_error, value_error
 from optax_freeze._spec import patterns as _glob
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.combined_masks import combined
-from optax_freeze._spec.masks import Choice, DynamicRows, ElementMask, Elements
+from optax_freeze._spec.masks import Choice, DynamicRows, ElementMask, Elements, combined
 from optax_freeze._spec.tree import Leaf, VariableLeaf
 
 

@@ -40,7 +40,6 @@ def ties(values: Sequence[Any], leaves: Sequence[Leaf]) -> Iterator[tuple[int, i
 
 
 def refuse_tied(values: Sequence[Any], leaves: Sequence[Leaf], selections: Sequence[Selection]) -> None:
-    """A ``ValueError`` if the same array is frozen at one path and trained at another."""
     for j, i in ties(values, leaves):
         if not _same(selections[i], selections[j]):
             frozen, trains = (j, i) if selections[j] is FROZEN or selections[i] is TRAINABLE else (i, j)

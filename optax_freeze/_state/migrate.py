@@ -45,16 +45,15 @@ class Migration:
     dropped: tuple[str, ...]
 
     def __str__(self) -> str:
-        lists = dataclasses.asdict(self).items()
-        return "\n".join(
-            f"{name}: {', '.join(map(printable, _folded(addresses))) or 'nothing'}" for name, addresses in lists
-        )
+        lists = {name: ", ".join(_folded(addresses)) for name, addresses in dataclasses.asdict(self).items()}
+        return "\n".join(f"{name}: {folded or 'nothing'}" for name, folded in lists.items())
 
 
 def _folded(addresses: Sequence[str]) -> list[str]:
     """Addresses in which those that differ in a number are one, as in a summary."""
     pairs = (address.partition(" [") for address in addresses)
-    return ["/".join(line.path) + line.content for line in fold((path, sep + groups) for path, sep, groups in pairs)]
+    lines = fold((path, sep + groups) for path, sep, groups in pairs)
+    return [printable("/".join(line.path) + line.content) for line in lines]
 
 
 @overload
@@ -200,7 +199,6 @@ def _report(carry: CarriedValues, old: Sequence[Entry], replaced: Sequence[Entry
 
 
 def _refuse_swapped(state: PyTree, tx: Any, params: PyTree, error: Exception) -> None:
-    """Raises a ``TypeError`` if the state and the parameters are swapped."""
     try:
         swapped = jax.tree.structure(jax.eval_shape(tx.init, state)) == jax.tree.structure(params)
     except Exception:  # optimizers may raise any error for a tree that is not parameters
@@ -260,9 +258,8 @@ def _sources(old: Sequence[Entry], new: Sequence[Entry], before: LeavesBefore) -
         return bool(mine & theirs)
 
     def sources_of(entry: Entry) -> list[Entry]:
-        found = (
-            [] if entry.address is None or all_anew or before.begins_anew(entry) else by_address.get(entry.address, [])
-        )
+        is_new = entry.address is None or all_anew or before.begins_anew(entry)
+        found = [] if is_new else by_address.get(str(entry.address), [])
         if entry.leaf is not None or entry.optional:
             return found
         # A count, or another value that leaves share, comes from the old scope with the most updates among those that
@@ -314,10 +311,9 @@ def _homeless(entries: Sequence[Entry], others: Sequence[Entry]) -> list[Entry]:
     above = {join(*str(address).split("/")[:n]) for address in addresses for n in range(str(address).count("/") + 1)}
 
     def has_home(entry: Entry) -> bool:
+        if entry.address in addresses or (isinstance(entry.value, Part) and entry.address in above):
+            return True
         segments = str(entry.address).split("/")
-        is_around = isinstance(entry.value, Part) and entry.address in above
-        return (
-            entry.address in addresses or is_around or any(join(*segments[:n]) in around for n in range(len(segments)))
-        )
+        return any(join(*segments[:n]) in around for n in range(len(segments)))
 
     return [entry for entry in entries if entry.arrays and not entry.optional and not has_home(entry)]

@@ -16,9 +16,8 @@ from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowIndex
 from optax_freeze._spec.selector_algebra import as_selector, first_match
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._state.moved_rows import Moved
 from optax_freeze._state.old_shapes import Shape, searched, shapes_before
-from optax_freeze._state.row_axes import Resized, init_shapes
+from optax_freeze._state.row_axes import Moved, Resized, init_shapes
 from optax_freeze._state.state_entries import Entry, Scope, entries_of, join
 
 
@@ -202,14 +201,12 @@ def _moved(leaf: Leaf, was: Shape, given: Any) -> Moved:
         numbers = numbers.astype(int)
     if numbers.ndim != 1 or not (np.issubdtype(numbers.dtype, np.integer) or numbers.dtype == np.bool_):
         what, got = "rows takes a vector of ints or bools", described(numbers)
-        raise type_error(
-            what, at=leaf.path, got=got, expected="the old row of each row", fix="rows={pattern: [0, 2, 2]}"
-        )
+        expected, fix = "the old row of each row", "rows={pattern: [0, 2, 2]}"
+        raise type_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
     fix = "give the old row of each row along axis 0, or a bool for each old row"
     if was is None or not now or not was:
-        raise _bad_rows(
-            leaf.path, "a leaf whose old rows are not known", "a leaf with rows, of a state with moments", fix
-        )
+        got, expected = "a leaf whose old rows are not known", "a leaf with rows, of a state with moments"
+        raise _bad_rows(leaf.path, got, expected, fix)
     if numbers.dtype == np.bool_:
         if len(numbers) != was[0]:
             raise _bad_rows(leaf.path, counted(len(numbers), "bool", "bools"), f"{was[0]}, one for each old row", fix)
@@ -231,12 +228,9 @@ def _bad_rows(path: str, got: str, expected: str, fix: str) -> ValueError:
 def refuse_ambiguous(
     before: LeavesBefore, old: Sequence[Entry], fresh: Sequence[Entry], params: PyTree, reset: Any
 ) -> None:
-    """A ``ValueError`` for a leaf that is gone beside a new one of the same shape."""
     whole, rows_anew = _resets(reset, params)
-    kept = before.kept
-    new = {
-        entry.leaf: entry.shape for entry in fresh if entry.leaf is not None and entry.arrays and entry.leaf not in kept
-    }
+    others = {None, *before.kept}
+    new = {entry.leaf: entry.shape for entry in fresh if entry.arrays and entry.leaf not in others}
     gone = [path for path, target in before.names.items() if target is not None and target not in before.paths]
     held = {entry.leaf for entry in old if entry.arrays}
     for path in gone:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.prefix_tree import is_above
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._state.own_states import outermost_states
 from optax_freeze._state.row_axes import Resized, init_shapes
@@ -35,16 +36,14 @@ def shapes_before(state: PyTree, fresh: Sequence[Entry]) -> dict[str, Shape]:
     inner = {entry.address: entry.leaf for entry in fresh if entry.leaf is not None}
     for entry in entries_of(state, {}):
         address = str(entry.address)
-        tree = max((tree for tree in trees if address == tree or _is_below(tree, address)), key=len, default=None)
+        tree = max((tree for tree in trees if is_above(tree, address)), key=len, default=None)
         if entry.address is None or entry.optional or address in others or tree is None:
             continue
         path = inner.get(address) or address[len(tree) :].lstrip("/")
         if _tree.is_masked_node(entry.value) or not trees[tree]:
             found.setdefault(path, None)
         elif not found.get(path):
-            found[path] = (
-                tuple(np.shape(_tree.bare(entry.value))) if not _tree.is_leaf(entry.value) else entry.value.shape
-            )
+            found[path] = entry.value.shape if _tree.is_leaf(entry.value) else tuple(np.shape(entry.value))
     return found
 
 
@@ -87,7 +86,3 @@ def searched(
                     fits.append(tuple(size if i == axis else n for i, n in enumerate(shape)))
         found[path] = fits[0] if len(fits) == 1 else ()
     return found
-
-
-def _is_below(tree: str, address: str) -> bool:
-    return address.startswith(f"{tree}/" if tree else "")

@@ -1,6 +1,6 @@
 """The states of this library's transformations inside any optimizer state."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -8,6 +8,8 @@ import jax
 from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.part_source import mark_replaced
+from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import PyTree
 
 Kinds: TypeAlias = type | tuple[type, ...]
@@ -53,3 +55,18 @@ def masks_in(state: PyTree) -> list[tuple[str, Any]]:
             pairs = enumerate(zip(walk.paths, walk.values, strict=True))
             found += [each for i, each in pairs if i not in kept and not _tree.is_masked_node(each[1])]
     return found
+
+
+def with_rows(state: PyTree, numbers: Mapping[str, Any]) -> PyTree:
+    """A state in which these rows train, by the paths of their leaves; nothing else changes."""
+
+    def visit(node: FreezeState) -> FreezeState:
+        kept = {i: node.plan.leaves[i].path for i in node.plan.kept}
+        masks, treedef = _tree.flatten(node.masks)
+        for i, path in kept.items():
+            if path in numbers:
+                old, masks[i] = masks[i], copy_like(numbers[path], masks[i])
+                mark_replaced(masks[i], old, is_new=True)
+        return node._replace(masks=treedef.unflatten(masks))
+
+    return map_states(lambda node: visit(node) if node.plan.kept else node, state, FreezeState)

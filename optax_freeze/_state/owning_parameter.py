@@ -1,4 +1,9 @@
-"""Finds the parameter that an array of an optimizer state belongs to, by the trees of parameters in the state."""
+"""Finds the parameter that an array of an optimizer state belongs to, by the trees of parameters in the state.
+
+The structure alone does not say it. ``optax.tree_map_params`` needs the optimizer, which is not known of an old state
+or of a user's training step; and it fails where ``init`` looks at the parameters (SM3, L-BFGS, Muon, ``optax.masked``,
+``optax.flatten``). A plan in a state says which parameters there are, and not where an optimizer keeps theirs.
+"""
 
 import collections
 import functools

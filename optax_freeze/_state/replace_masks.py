@@ -24,8 +24,7 @@ from optax_freeze._spec.selector_algebra import Selector, Where, as_selector, fi
 from optax_freeze._spec.sharding import copy_like
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.carried_values import CarriedValues
-from optax_freeze._state.kept_rows import with_rows
-from optax_freeze._state.own_states import masks_in, outermost_states, states_in
+from optax_freeze._state.own_states import masks_in, outermost_states, states_in, with_rows
 from optax_freeze._state.row_axes import init_shapes
 from optax_freeze._state.state_entries import entries_of
 

@@ -3,22 +3,28 @@
 The shapes of ``tx.init`` are asked for with one row more, and with one row less: the axis that is longer and shorter
 then is that of the rows. An optimizer whose layout depends on which axis of a leaf is the longest (Adafactor) may
 answer differently, where there are as many rows as another axis is long. Shapes do not tell then.
+
+Rows of a leaf that are not where they were, since the model has grown or was pruned, are moved along these axes.
 """
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_freeze._optimizer.call_init import eval_init, first_difference, init_with
 from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.selection import DynamicRowIndex, RowIndex, shape_of_part
+from optax_freeze._spec.row_set import RowSet
+from optax_freeze._spec.selection import TRAINABLE, DynamicRowIndex, RowIndex, RowSelection, Selection, shape_of_part
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import states_in
+from optax_freeze._state.state_entries import Entry
 
 Axes: TypeAlias = tuple[int | None, ...]
 """For each array at one place of a state the axis of its rows, or of its compact elements; None if it has none."""
@@ -80,6 +86,7 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0, resize: Mapping[str, Res
 def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> tuple[list[Axes], list[bool]]:
     """For each of the ``nodes`` of ``tx.init(params)`` the axes of the rows, and whether these are certain."""
     now = list(map(jax.tree.leaves, nodes))
+    # Adafactor takes the two longest axes: with one row more, or one less, another pair may be the longest.
     longer = _differences(now, _arrays(nodes, tx, params, 1))
     axes = [tuple(None if axis == "rank" else axis for axis in each) for each in longer]
     if all(map(_has_shape_of_part, nodes)):
@@ -141,7 +148,7 @@ def _resized(selection: Any, more: int) -> Any:
     if isinstance(selection, DynamicRowIndex):
         return dataclasses.replace(selection, array=jnp.arange(count), count=count)
     if isinstance(selection, RowIndex):
-        return dataclasses.replace(selection, progressions=((0, count, 1),), others=False)
+        return dataclasses.replace(selection, rows=RowSet(selection.size, ((0, count, 1),)))
     return dataclasses.replace(selection, count=count)
 
 
@@ -149,3 +156,61 @@ def _longer(part: Part, more: int) -> Part:
     axis = getattr(part.index, "axis", 0)
     shape = tuple(n + more * (i == axis) for i, n in enumerate(_tree.bare(part).shape))
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(shape, array.dtype), part)
+
+
+class Moved(NamedTuple):
+    """For each row of a leaf along an axis which one of the ``size`` old rows it was; -1 if it begins anew."""
+
+    axis: int
+    rows: np.ndarray
+    size: int
+
+    @property
+    def loses_rows(self) -> bool:
+        return len(np.unique(self.rows[self.rows >= 0])) < self.size
+
+    def take(self, array: Any, fill: Any) -> Any:
+        """The rows of an array of the old leaf, or of one that broadcasts to its shape; ``fill`` for new rows."""
+        column = tuple(-1 if i == self.axis else 1 for i in range(array.ndim))
+        if array.shape[self.axis] == 1:
+            array = np.broadcast_to(array, tuple(self.size if i == self.axis else n for i, n in enumerate(array.shape)))
+        found = array.take(np.maximum(self.rows, 0), self.axis)
+        return np.where((self.rows >= 0).reshape(column), found, fill)
+
+
+def rows_along(selection: Any, size: int) -> np.ndarray:
+    """The numbers of the rows that train."""
+    return np.arange(size) if selection is TRAINABLE else np.asarray(selection.indices(selection.array))
+
+
+def moved_axes(entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: Any, params: Any) -> dict[int, Axes]:
+    """For the entries of leaves of which rows have moved the axes of these, where they are known.
+
+    Both the old and the new selection have to be rows along this axis, or the whole leaf.
+    """
+    found: dict[int, Entry] = {}
+    resize: dict[str, set[Resized]] = collections.defaultdict(set)
+    for i, (entry, each) in enumerate(zip(entries, olds, strict=True)):
+        if len(each) != 1 or each[0].moved is None or not (entry.arrays and each[0].arrays):
+            continue
+        [old] = each
+        if _is_along(entry.selection, old.moved.axis) and _is_along(old.selection, old.moved.axis):
+            before, now = rows_along(old.selection, old.moved.size), rows_along(entry.selection, len(old.moved.rows))
+            more = len(before) - len(now)
+            resize[str(entry.leaf)].add(Resized(old.moved.axis, more, entry.selection is not TRAINABLE))
+            found[i] = old
+    known = {path: each.copy().pop() for path, each in resize.items() if len(each) == 1}
+    found = {i: old for i, old in found.items() if entries[i].leaf in known}
+    axes = axes_of_moved([entry.value for entry in entries], tx, params, known) if found else None
+    if axes is None:
+        return {}
+    now, before, shapes = axes
+    fits = {
+        i: now[i] == before[i] and "rank" not in now[i] and shapes[i] == [np.shape(array) for array in old.arrays]
+        for i, old in found.items()
+    }
+    return {i: now[i] for i, fit in fits.items() if fit}
+
+
+def _is_along(selection: Selection | None, axis: int) -> bool:
+    return selection is TRAINABLE or (isinstance(selection, RowSelection) and selection.axis == axis)

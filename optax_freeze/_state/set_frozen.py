@@ -1,6 +1,5 @@
 """Reads and sets which groups of :func:`optax_freeze.freeze_when` are frozen now."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,16 +66,16 @@ def set_frozen(state: optax.OptState, groups: Mapping[Any, Any]) -> optax.OptSta
                     expected="a group that was given a bool in fz.freeze_when",
                     fix="in fz.freeze_when, give this group True or False instead of a condition",
                 )
-        if not _is_of_members(
-            value, [node.groups[each].condition_state for node in states for each in own & {*node.groups}]
-        ):
+        switches = [node.groups[each].condition_state for node in states for each in own & {*node.groups}]
+        if not _is_of_members(value, switches):
             refuse_no_bool(name, value, "fz.set_frozen", fix=f"fz.set_frozen(state, {{{key!r}: True}})")
         new |= dict.fromkeys(own, value)
 
     def visit(node: Any) -> Any:
         groups = dict(node.groups)
         for name in groups.keys() & new.keys():
-            switch = jax.tree.map(functools.partial(_switched, new[name]), groups[name].condition_state)
+            place = lambda old, value=new[name]: copy_like(jnp.broadcast_to(value, np.shape(old)), old)  # noqa: E731
+            switch = jax.tree.map(place, groups[name].condition_state)
             groups[name] = groups[name]._replace(condition_state=switch)
         return node._replace(groups=groups)
 
@@ -141,10 +140,6 @@ def _is_of_members(value: Any, switches: Sequence[Any]) -> bool:
     if not is_array(value) or value.dtype != np.bool_ or not value.shape:
         return False
     return all(value.shape == np.shape(switch) for switch in jax.tree.leaves(switches))
-
-
-def _switched(value: Any, switch: Any) -> Any:
-    return copy_like(jnp.broadcast_to(value, np.shape(switch)), switch)
 
 
 class _Text(str):

@@ -175,6 +175,7 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any], largest: int = 0) -> li
 
     ``largest`` is the number of parameters in a tree that was taken out of the state.
     """
+    # The longest path is that of the innermost wrapper around an array, which says most about it.
     subtrees = sorted(_subtrees(state, _Subtree("", "")), key=lambda subtree: -len(subtree.path))
     entries: list[Entry] = []
     indices: list[Mapping[str, Any]] = []
@@ -248,7 +249,6 @@ def _selection(value: Any, around: Sequence[Selection]) -> Selection | None:
 def no_fit(
     entry: Entry, got: str, expected: str = "the same arrays in the old state and in the state of `tx`"
 ) -> ValueError:
-    """The error for a state of another model or optimizer."""
     return value_error(
         "the state belongs to other parameters or to another optimizer",
         at=entry.name,

@@ -12,12 +12,10 @@ from optax_freeze._optimizer.kept_state import OF_SEVERAL_STEPS, refuse_optimize
 from optax_freeze._spec.row_numbers import rows_named
 from optax_freeze._spec.selector_algebra import as_selector, first_match
 from optax_freeze._spec.tree import PyTree
-from optax_freeze._state.kept_rows import with_rows
-from optax_freeze._state.own_states import states_in
+from optax_freeze._state.own_states import states_in, with_rows
 
 
 def refuse_no_functions(rows: Mapping[Any, Callable[..., Any]] | None) -> None:
-    """A ``TypeError`` unless these are functions of a batch by patterns."""
     call = "fz.train_step(loss, tx, rows={pattern: fn})"
     if rows is None:
         return
@@ -55,15 +53,14 @@ def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: A
                 fix=f"~fz.rows(jnp.arange({needed}), keep_state=True)",
             )
         numbers[leaf.path] = rows_named(ids[n], selection.size, selection.count)
+    paths = [leaves[i][0].path for i in kept]
     for n, key in enumerate(keys):
         if n not in [matches[i] for i in kept]:
             raise value_error(
                 "`rows` names no leaf whose rows keep their state",
                 at=str(key),
                 got=f"{key!r}",
-                expected=f"a pattern of one of {[leaves[i][0].path for i in kept]}"
-                if kept
-                else "a spec with such rows",
+                expected=f"a pattern of one of {paths}" if kept else "a spec with such rows",
                 fix="put ~fz.rows(jnp.arange(k), keep_state=True) into the spec, or correct the pattern",
             )
     return with_rows(state, numbers)

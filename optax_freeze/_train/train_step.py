@@ -1,7 +1,8 @@
 """Builds a whole training step, in which the gradient of a group is computed where the group is updated."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optax
@@ -84,27 +85,13 @@ def train_step(
 
     def step(params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree, Any]:
         of_params = lambda params: of_params_first(params, *args, **kwargs)  # noqa: E731
-        try:
+        with _saying_what_was_passed(params, state):
             state = state if rows is None else with_rows_of(state, rows, *args, **kwargs)
             spec, found = spec_of(state), None
             if isinstance(spec, GroupSpec) and not spec.is_known and of_groups is not None:
                 found = gradient_of_groups(of_params, spec, params, has_aux)
             gradient = value_and_grad(of_params, spec, has_aux=has_aux)
             value, grads = gradient(params) if found is None else (found.value, None)
-        except (TypeError, AttributeError) as error:
-            if not any(_tree.is_masked_node(leaf) or isinstance(leaf, Part) for leaf in _tree.flatten(params)[0]):
-                raise
-            raise type_error(
-                "only the trainable part of the parameters",
-                at="step",
-                got=f"the first output of fz.partition, with which the loss fails: {in_one_line(error)}",
-                expected="step(params, state, *args), with all parameters",
-                fix="params = fz.combine(trainable, rest); state = tx.init(params)",
-            ) from error
-        except ValueError as error:
-            if not states_in(params):
-                raise
-            raise _other_arguments(swapped=not states_in(state)) from error
         value_fn = (lambda params: of_params(params)[0]) if has_aux else of_params
         known = {
             "value": value[0] if has_aux else value,
@@ -123,19 +110,45 @@ def train_step(
             new, new_state = update_with(extra_args, grads)
         except (TypeError, ValueError) as error:
             full = grads if found is not None else with_zeros(grads, params)
-            names = _needed(extra_args, lambda names: update_with(names, full))
-            if names is None:
-                raise
-            raise (type_error if isinstance(error, TypeError) else value_error)(
-                "the optimizer takes extra arguments",
-                at="extra_args",
-                got=f"{list(extra_args)}: {in_one_line(error)}",
-                expected="the names of all that its update needs",
-                fix=f"fz.train_step(loss, tx, extra_args={names})",
-            ) from error
+            _refuse_missing_names(error, extra_args, lambda names: update_with(names, full))
+            raise
         return new, new_state, value
 
     return step
+
+
+@contextlib.contextmanager
+def _saying_what_was_passed(params: PyTree, state: PyTree) -> Iterator[None]:
+    """Says so where a step fails since it was given other trees than the parameters and the state."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if not any(_tree.is_masked_node(leaf) or isinstance(leaf, Part) for leaf in _tree.flatten(params)[0]):
+            raise
+        raise type_error(
+            "only the trainable part of the parameters",
+            at="step",
+            got=f"the first output of fz.partition, with which the loss fails: {in_one_line(error)}",
+            expected="step(params, state, *args), with all parameters",
+            fix="params = fz.combine(trainable, rest); state = tx.init(params)",
+        ) from error
+    except ValueError as error:
+        if not states_in(params):
+            raise
+        raise _other_arguments(swapped=not states_in(state)) from error
+
+
+def _refuse_missing_names(error: Exception, given: Sequence[str], update: Callable[[Sequence[str]], Any]) -> None:
+    """Raises if the update that failed succeeds with more extra arguments."""
+    names = _needed(given, update)
+    if names is not None:
+        raise (type_error if isinstance(error, TypeError) else value_error)(
+            "the optimizer takes extra arguments",
+            at="extra_args",
+            got=f"{list(given)}: {in_one_line(error)}",
+            expected="the names of all that its update needs",
+            fix=f"fz.train_step(loss, tx, extra_args={names})",
+        ) from error
 
 
 def _other_arguments(*, swapped: bool) -> ValueError:
@@ -160,7 +173,6 @@ def _needed(given: Sequence[str], update: Callable[[Sequence[str]], Any]) -> lis
 
 
 def _refuse_unknown(extra_args: Sequence[str]) -> None:
-    """Raises unless these are names of extra arguments that a step can compute."""
     fix = 'extra_args=["value", "grad", "value_fn"]; for others, call fz.value_and_grad and fz.update_params'
     expected = f"names out of {', '.join(_EXTRA_ARGS)}"
     if isinstance(extra_args, str) or not isinstance(extra_args, Iterable):

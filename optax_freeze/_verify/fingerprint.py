@@ -95,7 +95,6 @@ def array_digest(name: str, value: Any, selection: Selection = FROZEN) -> tuple[
 
 
 def as_texts(found: dict[str, Any]) -> dict[str, str]:
-    """Digests as hexadecimal numbers."""
     return {name: "".join(f"{int(lane):08x}" for lane in lanes) for name, lanes in jax.device_get(found).items()}
 
 

@@ -17,8 +17,9 @@ from optax_freeze._errors import counted, described, is_array, is_int, type_erro
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.numpy_leaves import AS_ARRAYS_OF_JAX, dtype_in_jax
 from optax_freeze._spec.plan import Plan
+from optax_freeze._spec.plan_digest import record_of
 from optax_freeze._spec.selection import TRAINABLE, Selection
-from optax_freeze._spec.selection_record import record_of, selection_of
+from optax_freeze._spec.selection_record import selection_of
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.bits import LANES
 from optax_freeze._verify.fingerprint import as_texts, digests
@@ -73,18 +74,16 @@ class Field:
         """The shape and dtype of an array; None for another object, if that is allowed."""
         if or_none and self["shape"].value is None:
             return self["dtype"].checked("null, like the shape", lambda name: name is None)
-        sizes = self["shape"].checked("a list of sizes", _are_sizes)
+        are_sizes = lambda value: isinstance(value, list) and all(is_int(n) and n >= 0 for n in value)  # noqa: E731
+        sizes = self["shape"].checked("a list of sizes", are_sizes)
         return jax.ShapeDtypeStruct(tuple(sizes), self["dtype"].dtype(), weak_type=self["weak"].flag())
 
     def dtype(self) -> Any:
         return _dtype(self.checked("the name of a dtype", lambda name: _dtype(name) is not None))
 
     def fingerprint(self) -> str:
-        return self.checked(f"{8 * LANES} hexadecimal digits", _is_fingerprint)
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(is_int(size) and size >= 0 for size in value)
+        is_valid = lambda value: isinstance(value, str) and len(value) == 8 * LANES and not set(value) - _DIGITS  # noqa: E731
+        return self.checked(f"{8 * LANES} hexadecimal digits", is_valid)
 
 
 def _dtype(name: Any) -> Any:
@@ -175,10 +174,6 @@ def _leaf_of_json(leaf: Field) -> LeafRecord:
     if not has_bits:
         fingerprint.checked("null, since nothing is frozen", lambda value: value is None)
     return LeafRecord(path, struct, selection, fingerprint.fingerprint() if has_bits else None)
-
-
-def _is_fingerprint(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 8 * LANES and not set(value) - _DIGITS
 
 
 def refuse_newer(record: Field, where: str, what: str) -> None:

@@ -97,8 +97,7 @@ def save(
       opt_state: the optimizer state, or None.
       wait: if True, return when the checkpoint is complete. If False, return when the arrays have been copied from the
         devices, so that you may donate them, and write in the background.
-      tied: ``"error"`` raises an error if an array is at two paths and only one of them is frozen; ``"ignore"`` allows
-        it.
+      tied: as in :func:`optax_freeze.partition`.
 
     Returns:
       A :class:`Saving`, whose ``wait()`` returns when the checkpoint is complete.
@@ -145,7 +144,8 @@ def save(
     items["spec"] = ocp.args.JsonSave(record.as_json())
     with _SAVING, contextlib.ExitStack() as held:
         _wait_for(where)
-        _refuse_other_writers(where, held)
+        if "://" not in where:
+            in_process_0(lambda: held.enter_context(only_writer(where)), otherwise=lambda: another_writer(where))
         manager = _manager(where, create=True)
         held.callback(manager.close)
         _refuse_old_step(step, manager)
@@ -290,12 +290,6 @@ def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:
         at, expected = str(manager.directory), f"a step after {latest}, the latest"
         fix = "continue from the latest step, or save into another directory"
         raise value_error(f"{which} already exists", at=at, got=f"step={step}", expected=expected, fix=fix)
-
-
-def _refuse_other_writers(where: str, held: contextlib.ExitStack) -> None:
-    """Locks a directory, in process 0; all processes raise an error if that fails."""
-    if "://" not in where:
-        in_process_0(lambda: held.enter_context(only_writer(where)), otherwise=lambda: another_writer(where))
 
 
 def _exists(where: str) -> bool:

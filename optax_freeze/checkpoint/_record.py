@@ -22,10 +22,9 @@ from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import choice_of, elements
 from optax_freeze._spec.plan import Plan
-from optax_freeze._spec.plan_digest import digest_of, refuse_other_plan
+from optax_freeze._spec.plan_digest import digest_of, record_of, refuse_other_plan
 from optax_freeze._spec.resolve import FreezeWarning
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, Selection
-from optax_freeze._spec.selection_record import record_of
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import masks_in
@@ -93,7 +92,6 @@ def target(struct: Any, written: ArrayRecord) -> Any:
 def refuse_other_bits(
     saved: Mapping[str, ArrayRecord], arrays: Mapping[str, Any], paths: Sequence[str], at: str
 ) -> None:
-    """Raises a ``ValueError`` if arrays differ from those that were written."""
     now = array_records(arrays)
     if differ := [paths[int(number)] for number in arrays if now[number] != saved[number]]:
         raise value_error(
@@ -116,7 +114,6 @@ def flatten_state(opt_state: PyTree) -> tuple[list[Any], Any]:
 
 
 def paths_of_state(opt_state: PyTree) -> list[str]:
-    """The paths of the leaves of a state."""
     return _tree.paths(opt_state, _is_leaf_of_state)
 
 

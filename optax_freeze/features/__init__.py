@@ -5,13 +5,15 @@ files of NumPy. A record next to them identifies the program and the frozen para
 so that a killed run continues where it stopped.
 """
 
+import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from optax_freeze._errors import counted, described, is_array, type_error, value_error, whole_number
-from optax_freeze._precompute.precompute import Features, Precomputed
+from optax_freeze._precompute.given_features import Features
+from optax_freeze._precompute.precompute import Precomputed
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify.one_writer import only_writer, sync
 from optax_freeze._verify.saved_base import absolute
@@ -76,17 +78,13 @@ def write(
       ...     features.read(directory)[[4, 0, 2]][0].shape
       (3, 8)
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     where = absolute(directory, _CALLS, local=True)
     _refuse_other_once(once)
     variants = whole_number("variants", variants, least=1, fix="give the number of batches in each item of `batches`")
     if is_array(batches) or isinstance(batches, (str, Mapping)) or not isinstance(batches, Iterable):
-        expected, fix = "a list of batches, or an iterator", "features.write(directory, once, params, [batch])"
-        raise type_error(
-            "`batches` is not an iterable of batches", at="batches", got=described(batches), expected=expected, fix=fix
-        )
+        what, expected = "`batches` is not an iterable of batches", "a list of batches, or an iterator"
+        fix = "features.write(directory, once, params, [batch])"
+        raise type_error(what, at="batches", got=described(batches), expected=expected, fix=fix)
     with only_writer(where):
         leaves = _record.base_of(params, once)
         record = _record.read_record(where, or_none=True, held=held)
@@ -94,40 +92,20 @@ def write(
             _record.refuse_other_variants(record, variants)
             _record.refuse_other_params(record, leaves)
         features_of = computation(once, params, others, kwargs, variants)
-        shown = "features", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rate]}")
-        with Progress(*shown, console=Console(stderr=True), disable=not progress) as bar:
-            task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
-            writer: Any = None
-            waiting, count, synced = None, 0, time.monotonic()
-            done = len(record.batches) if record else 0
-
-            def store(digest: str, features: list[Features]) -> None:
-                nonlocal synced
-                on_hosts = [[on_host(array, "the features") for array in each] for each in features]
-                arrays = [*map(by_example, zip(*on_hosts, strict=True))]
-                writer.append(record, arrays)
-                _record.add_batch(where, record, digest, len(arrays[0]))
-                if time.monotonic() > synced + _SECONDS:
-                    writer.sync()
-                    sync(os.path.join(where, _record.FILE))
-                    synced = time.monotonic()
-                speed = bar.tasks[task].speed or 0
-                bar.update(task, advance=1, rate=f"{speed:.3g} batches/s, {speed * len(features[0][0]):.3g} examples/s")
-
+        done, count = len(record.batches) if record else 0, 0
+        with _progress_bar(batches, progress) as show:
+            writing = _Writing(where, show)
             for count, batch in enumerate(batches, 1):
                 digest, shapes, compute = features_of(batch, count)
                 record = record or _record.begin(where, shapes, leaves, variants)
                 _record.refuse_other_features(record, shapes, count)
                 if count <= done or record.complete:
                     _record.refuse_other_batch(record, digest, count)
-                    bar.advance(task)
-                    continue
-                writer = writer or Writer(where, record)
-                before, waiting = waiting, (digest, compute())  # computed while the batch before it is written
-                if before:
-                    store(*before)
-            if waiting:
-                store(*waiting)
+                    show()
+                else:
+                    writing.add(record, digest, compute)
+            if record:
+                writing.end(record)
         if record is None or count < max(done, 1):
             raise value_error(
                 "there are fewer batches than are stored" if done else "there are no batches",
@@ -137,8 +115,63 @@ def write(
                 fix="give the same batches each time: a list, or a new iterator",
             )
         if not record.complete:
-            (writer or Writer(where, record)).finish(record)
+            writing.finish(record)
             _record.complete(where, record)
+
+
+@contextlib.contextmanager
+def _progress_bar(batches: Iterable[Any], progress: bool) -> Iterator[Callable[..., None]]:
+    """Yields a function to be called after each batch, with the number of its examples if these were computed."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    shown = "features", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rate]}")
+    with Progress(*shown, console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task("", total=getattr(batches, "__len__", lambda: None)(), rate="")
+
+        def show(examples: int = 0) -> None:
+            bar.advance(task)
+            if examples:
+                speed = bar.tasks[task].speed or 0
+                bar.update(task, rate=f"{speed:.3g} batches/s, {speed * examples:.3g} examples/s")
+
+        yield show
+
+
+class _Writing:
+    """Writes the features of a batch while those of the next one are computed."""
+
+    def __init__(self, where: str, show: Callable[..., None]) -> None:
+        self._where, self._show = where, show
+        self._writer: Any = None
+        self._waiting: Any = None
+        self._synced = time.monotonic()
+
+    def add(self, record: _record.Record, digest: str, compute: Callable[[], list[Features]]) -> None:
+        self._writer = self._writer or Writer(self._where, record)
+        before, self._waiting = self._waiting, (digest, compute())
+        if before:
+            self._store(record, *before)
+
+    def end(self, record: _record.Record) -> None:
+        """After the last batch."""
+        if self._waiting:
+            self._store(record, *self._waiting)
+
+    def finish(self, record: _record.Record) -> None:
+        """When all is stored: gives the files their final shape."""
+        (self._writer or Writer(self._where, record)).finish(record)
+
+    def _store(self, record: _record.Record, digest: str, features: list[Features]) -> None:
+        on_hosts = [[on_host(array, "the features") for array in each] for each in features]
+        arrays = [*map(by_example, zip(*on_hosts, strict=True))]
+        self._writer.append(record, arrays)
+        _record.add_batch(self._where, record, digest, len(arrays[0]))
+        if time.monotonic() > self._synced + _SECONDS:
+            self._writer.sync()
+            sync(os.path.join(self._where, _record.FILE))
+            self._synced = time.monotonic()
+        self._show(len(features[0][0]))
 
 
 def read(
@@ -194,10 +227,8 @@ def read(
 def _refuse_other_once(once: Any) -> None:
     fix = "once = fz.precompute(loss, frozen, example_axis=0)"
     if not isinstance(once, Precomputed):
-        expected = "the result of fz.precompute"
-        raise type_error(
-            "`once` was not made by fz.precompute", at="once", got=described(once), expected=expected, fix=fix
-        )
+        what, expected = "`once` was not made by fz.precompute", "the result of fz.precompute"
+        raise type_error(what, at="once", got=described(once), expected=expected, fix=fix)
     if once.example_axis is None:
         raise value_error(
             "features of whole batches cannot be stored example by example",

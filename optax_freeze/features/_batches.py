@@ -9,7 +9,8 @@ import numpy as np
 
 from optax_freeze._errors import described, in_one_line, is_array, is_int, value_error
 from optax_freeze._precompute.batch_size import shapes_for
-from optax_freeze._precompute.precompute import Features, Precomputed
+from optax_freeze._precompute.given_features import Features
+from optax_freeze._precompute.precompute import Precomputed
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import TRAINABLE
@@ -27,9 +28,8 @@ def computation(
     values, treedef = _tree.flatten(params)
     selections = make_plan(params, once.frozen).in_state.selections
     structs = [*map(_tree.struct_of, values)]
-    frozen = {
-        i: x for i, (x, s) in enumerate(zip(values, selections, strict=True)) if s is not TRAINABLE and is_array(x)
-    }
+    pairs = enumerate(zip(values, selections, strict=True))
+    frozen = {i: x for i, (x, selection) in pairs if selection is not TRAINABLE and is_array(x)}
     beside = _Beside(once, others, kwargs)
 
     def before(frozen: dict[int, Any], arrays: list[Any], static: Any) -> Features:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from optax_freeze._errors import counted, described, message, value_error
-from optax_freeze._precompute.precompute import Features, Precomputed, full_plan
+from optax_freeze._precompute.given_features import Features
+from optax_freeze._precompute.precompute import Precomputed, full_plan
 from optax_freeze._spec.tree import PyTree
 from optax_freeze._verify import saved_base
 from optax_freeze._verify.one_writer import LOCK, sync
@@ -68,7 +69,6 @@ def begin(where: str, shapes: Features, leaves: list[saved_base.LeafRecord], var
 
 
 def add_batch(where: str, record: Record, digest: str, entries: int) -> None:
-    """Records a batch whose features are stored."""
     examples = record.examples + entries // record.variants
     _append(os.path.join(where, FILE), record, {"batch": digest, "examples": examples})
     record.batches.append(digest)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from optax_freeze._errors import described, is_int, type_error, whole_number
-from optax_freeze._precompute.precompute import Features
+from optax_freeze._precompute.given_features import Features
 from optax_freeze.features._arrays import Reader, as_feature
 from optax_freeze.features._record import Record
 

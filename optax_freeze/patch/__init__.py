@@ -41,8 +41,7 @@ def take(params: PyTree, frozen: Spec, *, rename: Mapping[str, str] | None = Non
         ``fz.spec_of(state)``.
       rename: ``{path in params: name in the file}`` for other names, of leaves or of everything below a path; the
         longest name applies. Without it the name of a leaf is its path, with ``.`` for ``/``.
-      tied: ``"error"`` raises an error if an array is at two paths and only one of them is frozen; ``"ignore"`` allows
-        it.
+      tied: as in :func:`optax_freeze.partition`.
 
     Returns:
       A :class:`Patch`, of copies: the arrays of ``params`` may be donated afterwards.

@@ -6,13 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import (
-    counted,
-    described,
-    is_array,
-    is_scalar,
-    value_error,
-)
+from optax_freeze._errors import counted, described, is_array, is_scalar, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Elements, elements
 from optax_freeze._spec.patterns import nearest
@@ -41,7 +35,6 @@ def refuse_missing(patch: Patch, paths: Sequence[str]) -> None:
 def refuse_other_base(
     params: PyTree, patch: Patch, walk: _tree.Walk, leaves: Sequence[Leaf], choices: Mapping[str, Any]
 ) -> None:
-    """Raises a ``ValueError`` if leaves of the patch have other shapes, dtypes or frozen bits in the parameters."""
     saved = {leaf.path: leaf for leaf in patch._leaves}
 
     def now(spec: Mapping[str, Any], fingerprints: bool) -> list[LeafRecord]:
@@ -59,7 +52,6 @@ def refuse_other_base(
 
 
 def refuse_misfits(patch: Patch, own: Mapping[str, Any]) -> None:
-    """Raises a ``ValueError`` for a leaf of the patch that has no place in parameters of another base."""
     for leaf in patch._leaves:
         value, selection, struct = own[leaf.path], leaf.selection, leaf.struct
         if struct is None:
@@ -80,7 +72,6 @@ def refuse_misfits(patch: Patch, own: Mapping[str, Any]) -> None:
 
 
 def refuse_overlap(patches: Sequence[Patch], own: Mapping[str, Any]) -> None:
-    """Raises a ``ValueError`` if two patches have a value for the same element."""
     found: dict[str, Any] = {}
     for each in patches:
         for leaf in each._own:
@@ -96,7 +87,6 @@ def refuse_overlap(patches: Sequence[Patch], own: Mapping[str, Any]) -> None:
 
 
 def put_patch(own: Any, patch: Patch, leaf: LeafRecord) -> Any:
-    """A leaf with the values of a patch."""
     name, shape = patch._names[leaf.path], shape_of(own)
     fix = "use a wider dtype in `params`"
     if leaf.selection is TRAINABLE:

@@ -29,7 +29,6 @@ _WRITTEN = {name for code, name in DTYPES.items() if not code.startswith(("F4", 
 
 
 def refuse_unwritable(tensors: Mapping[str, np.ndarray]) -> None:
-    """A ``ValueError`` for a dtype that safetensors does not have."""
     for name, array in tensors.items():
         if str(array.dtype) not in _WRITTEN:
             expected = ", ".join(sorted(name for name in _WRITTEN if jnp.issubdtype(name, jnp.inexact)))
@@ -39,7 +38,6 @@ def refuse_unwritable(tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def record_of(leaves: Sequence[LeafRecord], names: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> str:
-    """The record as text."""
     named = [leaf.as_json() | ({"name": names[leaf.path]} if leaf.path in names else {}) for leaf in leaves]
     return _with_digest({"format": FORMAT, "leaves": named, "tensors": {n: _digest(x) for n, x in tensors.items()}})
 
@@ -146,7 +144,6 @@ def _array(tensor: Mapping[str, Any]) -> np.ndarray:
 def _refuse_other_tensors(
     leaves: Sequence[LeafRecord], names: Mapping[str, str], tensors: Mapping[str, np.ndarray], damaged: Any
 ) -> None:
-    """A ``ValueError`` if the tensors are not those of the leaves."""
     own, expected = [leaf for leaf in leaves if leaf.path in names], {}
     for leaf in own:
         if leaf.struct is None:

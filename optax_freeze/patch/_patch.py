@@ -6,10 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from optax_freeze._errors import (
-    counted,
-    printable,
-)
+from optax_freeze._errors import counted, printable
 from optax_freeze._report.table import size
 from optax_freeze._spec.selection import TRAINABLE, RowSelection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec, Selector

@@ -14,8 +14,9 @@ import pytest
 from conftest import bits, state_bytes
 
 import optax_freeze as fz
+from optax_freeze._spec.plan_digest import record_of
 from optax_freeze._spec.resolve import make_plan
-from optax_freeze._spec.selection_record import record_of, selection_of
+from optax_freeze._spec.selection_record import selection_of
 
 DIAGONAL = np.eye(2, dtype=bool)
 
