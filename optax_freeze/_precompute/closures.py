@@ -14,8 +14,8 @@ from jax.core import Tracer
 from optax_freeze._errors import value_error
 from optax_freeze._jax_internals import ClosedJaxpr, closed_over, programs_in
 from optax_freeze._program.dependence import dependent
-from optax_freeze._program.regions import zeros
 from optax_freeze._program.trace import Equation, Program, flatten, is_inexact
+from optax_freeze._spec.sharding import in_mesh_of_type, sharding_in, zeros
 
 
 def refuse_closures(program: Program, trains: Sequence[int], again: Callable[[], Program]) -> None:
@@ -63,11 +63,15 @@ def _custom_derivatives(eqns: Sequence[Equation]) -> Iterator[Equation]:
 
 def _tracers_in_vjp(eqns: Sequence[Equation]) -> Sequence[Tracer] | None:
     """The tracers that the derivatives of operations read; None if one of these has no derivative."""
-    arrays = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in eqn.avals_in] for eqn in eqns]
+    arrays = [[jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_in(x)) for x in eqn.avals_in] for eqn in eqns]
     places = [
         [is_inexact(x) and i >= (closed_over(eqn) or 0) for i, x in enumerate(its)]
         for eqn, its in zip(eqns, arrays, strict=True)
     ]
+
+    def bound(eqn: Equation, operands: Sequence[Any]) -> list[Any]:
+        with eqn.source.scope():
+            return eqn.bind_all(*map(in_mesh_of_type, operands, eqn.avals_in))
 
     def vjp(operands: Sequence[Sequence[Any]]) -> Any:
         each = [*zip(eqns, operands, places, strict=True)]
@@ -77,7 +81,7 @@ def _tracers_in_vjp(eqns: Sequence[Equation]) -> Sequence[Tracer] | None:
             filled = (
                 (eqn, [next(left) if t else x for x, t in zip(its, trains, strict=True)]) for eqn, its, trains in each
             )
-            return [out for eqn, its in filled for out in eqn.bind_all(*its) if is_inexact(out)]
+            return [out for eqn, its in filled for out in bound(eqn, its) if is_inexact(out)]
 
         outs, pull = jax.vjp(of_some, [x for _, its, trains in each for x in compress(its, trains)])
         return pull([zeros(jax.typeof(out)) for out in outs])

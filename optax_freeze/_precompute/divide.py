@@ -29,6 +29,7 @@ from optax_freeze._program.tasks import Schedule
 from optax_freeze._program.traced_function import Traced, as_array
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, RowIndex
+from optax_freeze._spec.sharding import in_mesh_of_type
 from optax_freeze._spec.tree import Part
 
 
@@ -88,6 +89,7 @@ class Division(NamedTuple):
         values = self._values(tasks)
         features = self._without_gradient(features)
         for key, array, at in zip(self.cut.stored, features, self.examples, strict=True):
+            array = in_mesh_of_type(array, tasks.program.avals[key[0]])  # stored ones may have that of the context
             values.write(*key, at.back(array, self.graph.struct(key).shape))
         return self.traced.result(evaluate(tasks.run, values))
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from optax_freeze._errors import value_error
 from optax_freeze._gradient.custom_derivative import bind_tangents
 from optax_freeze._jax_internals import SymbolicZero
-from optax_freeze._program.regions import zeros
 from optax_freeze._program.trace import is_inexact
 from optax_freeze._spec.memory_kinds import to_device
+from optax_freeze._spec.sharding import explicit_sharding, filled, in_mesh_of, in_this_mesh, with_sharding, zeros
 
 
 def without_gradient(features: Sequence[Any], frozen: Mapping[str, Any]) -> list[Any]:
@@ -41,20 +41,27 @@ def with_unknown_gradient(features: Sequence[Any], rows: Mapping[str, Any]) -> l
         """NaN, unless the tangents are zeros: forward mode has no other way to leave out rows."""
         given = [*tangents.values()]
         avals = [jax.typeof(tangent) for tangent in given]
-        nan = lambda aval: zeros(aval) + jnp.asarray(jnp.nan, aval.dtype)  # noqa: E731
+        nan = lambda aval: filled(aval, jnp.nan)  # noqa: E731
 
         def of_tangents(_: Any, tangents: Sequence[Any]) -> list[Any]:
             are_zero = jnp.stack([jnp.all(x == 0) for x in tangents]).all()
-            return [jnp.where(are_zero, zeros(aval), nan(aval)) for aval in out_avals]
+            return [_where(are_zero, zeros(aval), nan(aval)) for aval in out_avals]
 
         return bind_tangents(of_tangents, lambda *_: list(map(nan, avals)), [], given, out_avals)
 
     def mapped_alike(features: list[Any], rows: dict[str, Any]) -> list[Any]:
         """`jax.vmap` asks here, and not the derivative, whether the results are mapped: they are if the rows are."""
-        some = functools.reduce(jnp.add, (to_device(x.reshape(-1)[:1]).real.sum() for x in rows.values()))
-        return [jnp.where(True, x, some.astype(x.dtype)) if is_inexact(x) else x for x in features]
+        one = lambda x: to_device(x.reshape(-1)[:1]).real.sum()  # noqa: E731
+        some = functools.reduce(jnp.add, (with_sharding(explicit_sharding(x, ()), one, x) for x in rows.values()))
+        return [_where(True, x, some.astype(x.dtype)) if is_inexact(x) else x for x in features]
 
     return _with_tangents(mapped_alike, features, rows, unknown)
+
+
+def _where(condition: Any, array: Any, other: Any) -> jax.Array:
+    """``jnp.where`` in the mesh of an array."""
+    with in_mesh_of(array):
+        return jnp.where(*map(in_this_mesh, (jnp.asarray(condition), array, other)))
 
 
 def _with_tangents(

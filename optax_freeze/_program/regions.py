@@ -147,8 +147,6 @@ class Rows(_SomeRows):
         if self.count == shape[self.axis]:
             return array
 
-        array = jnp.asarray(array)
-
         def rows(array: Any) -> Any:
             cut = functools.partial(jax.lax.slice_in_dim, array, axis=self.axis)
             if not self.count:
@@ -160,7 +158,7 @@ class Rows(_SomeRows):
             return get_rows(self.axis, self.indices, array, exist=True)
 
         with in_mesh_of(array):
-            return with_sharding(explicit_sharding(array, self.shape(shape)), rows, array)
+            return with_sharding(explicit_sharding(array, self.shape(shape)), rows, jnp.asarray(array))
 
     def along(self, axis: int) -> "Rows":
         return Rows(axis, self.numbers)
@@ -247,12 +245,11 @@ class DynamicRows(_SomeRows):
         return any(step[0] == "clamped" for step in self.steps)
 
     def take(self, array: Any) -> Any:
-        array = jnp.asarray(array)
-        sharding = explicit_sharding(array, self.shape(array.shape))
+        sharding = explicit_sharding(array, self.shape(jnp.shape(array)))
         exist = self._is_clamped
         rows = functools.partial(get_rows, self.axis, is_unique=not exist, exist=exist)
         with in_mesh_of(array):
-            return with_sharding(sharding, rows, self.indices, array)
+            return with_sharding(sharding, rows, self.indices, jnp.asarray(array))
 
     def along(self, axis: int) -> "DynamicRows":
         return DynamicRows(axis, self.numbers, self.steps)

@@ -19,7 +19,7 @@ import numpy as np
 from optax_freeze._program.propagation import settled
 from optax_freeze._program.regions import EVERYTHING, Numbers, Region, Rows, Values, covering
 from optax_freeze._program.trace import Equation, Program
-from optax_freeze._spec.sharding import eval_types, laid_out, zeros
+from optax_freeze._spec.sharding import in_this_mesh, laid_out, zeros
 
 ALWAYS = -1
 """The guard of what is always needed."""
@@ -115,7 +115,8 @@ class Context(NamedTuple):
         found: dict[int, Any] = {}
         for guard in sorted(guards, key=int.bit_count):
             largest = next((each for each in reversed(found) if each | guard == guard), 0)
-            others = [self.conditions[bit] for bit in _bits(guard & ~largest) if bit in self.conditions]
+            bits = [bit for bit in _bits(guard & ~largest) if bit in self.conditions]
+            others = [in_this_mesh(self.conditions[bit]) for bit in bits]
             found[guard] = functools.reduce(jnp.logical_or, [*([found[largest]] if largest else []), *others])
         return found
 
@@ -329,6 +330,7 @@ def _run_if(condition: Any, tasks: Sequence[Task], values: Values, context: Cont
 
 def if_(condition: Any, run: Callable[[], Any]) -> Any:
     """``run()`` if a condition holds, or else zeros."""
-    run = jax.jit(run)  # traced once, though called for its shapes and in the branch
-    shapes = eval_types(run)
-    return jax.lax.cond(condition, run, lambda: jax.tree.map(lambda shape: zeros(jax.typeof(shape)), shapes))
+    run = jax.jit(run)  # traced once, though called for its types and in the branch
+    traced = run.trace()
+    treedef = jax.tree.structure(traced.out_info)
+    return jax.lax.cond(condition, run, lambda: treedef.unflatten(map(zeros, traced.jaxpr.out_avals)))

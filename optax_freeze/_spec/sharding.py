@@ -91,16 +91,28 @@ def undivided(array: Any) -> Any:
 
 def in_mesh_of(array: Any) -> contextlib.AbstractContextManager[Any]:
     """A context with the mesh of an array's type: inside of ``jax.sharding.auto_axes`` it is another than outside."""
-    current, mesh = get_abstract_mesh(), jax.typeof(array).sharding.mesh
+    return _in_mesh(jax.typeof(array).sharding.mesh)
+
+
+def _in_mesh(mesh: AbstractMesh) -> contextlib.AbstractContextManager[Any]:
+    current = get_abstract_mesh()
     return contextlib.nullcontext() if current.empty or mesh in (current, NO_MESH) else use_abstract_mesh(mesh)
 
 
 def in_this_mesh(array: Any) -> Any:
-    """An array, replicated over the mesh of the context, if its type has another one."""
-    mesh = get_abstract_mesh()
-    if mesh.empty or jax.typeof(array).sharding.mesh in (mesh, NO_MESH):
+    """An array in the mesh of the context, divided along the axes that are explicit in it, too."""
+    mesh, sharding = get_abstract_mesh(), jax.typeof(array).sharding
+    if mesh.empty or sharding.mesh in (mesh, NO_MESH):
         return array
-    return reshard(array, NamedSharding(mesh, PartitionSpec()))
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = [tuple(n for n in _names(axis) if kinds.get(n) == AxisType.Explicit) for axis in sharding.spec]
+    return reshard(array, NamedSharding(mesh, PartitionSpec(*(axis or None for axis in axes))))
+
+
+def in_mesh_of_type(array: Any, aval: Any) -> Any:
+    """An array in the mesh of a type."""
+    with _in_mesh(aval.sharding.mesh):
+        return in_this_mesh(array)
 
 
 def varies(aval: Any) -> frozenset[str]:
@@ -118,10 +130,16 @@ def cast_to_vary(array: Any, axes: Any) -> jax.Array:
     return lax.pcast(array, new, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, new)  # type: ignore[attr-defined]
 
 
-def zeros(aval: Any, shape: Any = None) -> jax.Array:
-    """Zeros laid out as a value of this type, or of another ``shape``."""
+def filled(aval: Any, value: Any, shape: Any = None) -> jax.Array:
+    """An array of one value, laid out as an array of this type, or of another ``shape``."""
     shape = aval.shape if shape is None else tuple(shape)
-    return cast_to_vary(jax.lax.full(shape, 0, aval.dtype, sharding=sharding_in(aval, shape)), varies(aval))
+    with _in_mesh(aval.sharding.mesh):
+        return cast_to_vary(jax.lax.full(shape, value, aval.dtype, sharding=sharding_in(aval, shape)), varies(aval))
+
+
+def zeros(aval: Any, shape: Any = None) -> jax.Array:
+    """Zeros laid out as an array of this type, or of another ``shape``."""
+    return filled(aval, 0, shape)
 
 
 def _names(axis: Any) -> tuple[str, ...]:

@@ -94,6 +94,28 @@ def stack_inside_of_automatic_axes(p, x):
     return total(lax.map(of_row, lax.dynamic_slice_in_dim(p["c"], jnp.array([0], jnp.uint32)[0], 57, 1)))
 
 
+def groups_inside_of_automatic_axes(p, x):
+    inside = jax.sharding.auto_axes(lambda a, b: jnp.sin(a) * b, axes=("d",), out_sharding=P())
+    return total(inside(p["a"], p["b"]))
+
+
+def loop_of_groups_inside_of_automatic_axes(p, x):
+    def inside(a, b):
+        rows = jnp.sin(a) * b
+        return lax.fori_loop(0, 3, lambda i, c: 0.6 * c + 0.1 * jnp.tanh(rows[i % 4] * c), jnp.ones(4))
+
+    return total(jax.sharding.auto_axes(inside, axes=("d",), out_sharding=P())(p["a"], p["b"]))
+
+
+def loops_inside_of_automatic_axes(p, x):
+    def inside(a):
+        step = lambda c, r: (jnp.tanh(c + jnp.sin(r)), jnp.sin(r) * c)  # noqa: E731
+        carry, rows = lax.scan(step, jnp.ones(4), a)
+        return lax.scan(step, carry, rows * rows)[1]
+
+    return total(jax.sharding.auto_axes(inside, axes=("d",), out_sharding=P())(p["a"]))
+
+
 def largest_of_some_rows(p, x):
     return total(lax.top_k(p["a"] * p["a"] + 0.3 * p["a"], 1)[0])
 
@@ -247,6 +269,42 @@ CASES = {
         way="restrict",
         mesh="mixed",
         places={**ON_MESH, "a": P(None, "m", "d")},
+    ),
+    "groups inside of automatic axes": Case(
+        groups_inside_of_automatic_axes,
+        dict.fromkeys("ab", ((4, 4), "float32")),
+        lambda: {"a": 0, "b": 3},
+        way="groups",
+        how="quick",
+        mesh="mixed",
+        places={**ON_MESH, "a": P(None, "d"), "b": P()},
+    ),
+    "a loop of groups inside of automatic axes": Case(
+        loop_of_groups_inside_of_automatic_axes,
+        dict.fromkeys("ab", ((4, 4), "float32")),
+        lambda: {"a": 2, "b": 3},
+        way="groups",
+        how="quick",
+        mesh="explicit",
+        places={**ON_MESH, "a": P(), "b": P(None, "d")},
+    ),
+    "features inside of automatic axes": Case(
+        loops_inside_of_automatic_axes,
+        {"a": ((4, 4), "float32")},
+        lambda: {"a": fz.rows([0])},
+        way="precompute",
+        how="quick",
+        mesh="mixed",
+        places={**ON_MESH, "a": P(None, "d")},
+    ),
+    "features inside of automatic axes, without jit": Case(
+        loops_inside_of_automatic_axes,
+        {"a": ((4, 4), "float32")},
+        lambda: {"a": fz.rows([0])},
+        way="precompute",
+        how="eager",
+        mesh="explicit",
+        places={**ON_MESH, "a": P()},
     ),
     "automatic axes of a mesh": Case(
         automatic_axes,

@@ -888,7 +888,8 @@ def branches(b: Body) -> None:
         c = b.name("c")
         body = b.inner({c: of})
         lines += body.function(name, c, body.returning(of))
-    at_one = b.one([f"(jnp.sum({b.pick()}) > 0).astype(jnp.int32)", "x['i'][0]", "1"])
+    indices = [f"(jnp.sum({b.pick()}) > 0).astype(jnp.int32)", "x['i'][0]", "1"]
+    at_one = b.one(indices[:2] if b.axes else indices)  # XLA takes differently placed branches if the index is known
     b.write(f"lax.switch({at_one}, [{', '.join(names)}], {v})", lines)
 
 

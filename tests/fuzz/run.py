@@ -2,7 +2,8 @@
 
 ``python tests/fuzz/run.py MINUTES``, or only one of the tests, ``programs`` or ``states``:
 ``python tests/fuzz/run.py MINUTES programs``. Each core has a process. A failure that is known already is passed over.
-The times that it prints are seconds of a core.
+The times that it prints are seconds of a core. A program with which XLA ends the process is a failure, unless that
+happens in JAX alone: then it is written to ``not_ours.py``.
 """
 
 import collections
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import time
 import warnings
+
+from search import OF_JAX
 
 HERE = pathlib.Path(__file__).parent
 FOUND = pathlib.Path(os.environ.get("FUZZ_FOUND", ".venv/fuzz"))
@@ -66,7 +69,7 @@ def main(minutes: str, *only: str) -> int:
     FOUND.mkdir(parents=True, exist_ok=True)
     for path in FOUND.glob("*"):
         path.unlink()
-    until, crashes = time.time() + 60 * float(minutes), {}
+    until, crashes, not_ours = time.time() + 60 * float(minutes), {}, {}
 
     def start(number: int) -> subprocess.Popen:
         current = str(FOUND / f"current-{number}.py")
@@ -81,13 +84,15 @@ def main(minutes: str, *only: str) -> int:
                 continue
             current = FOUND / f"current-{number}.py"
             if process.returncode and current.exists() and (text := current.read_text()):
-                crashes[f"exit code {process.returncode}"] = text
+                kinds = not_ours if text.startswith(OF_JAX) else crashes
+                kinds[f"exit code {process.returncode}"] = text
             running.pop(number)
             if process.returncode and time.time() < until - 30:
                 running[number] = start(number)
     lines = [json.loads(line) for path in sorted(FOUND.glob("log-*.jsonl")) for line in path.read_text().splitlines()]
     failures = {line["signature"]: line["text"] for line in lines if "signature" in line} | crashes
-    (FOUND / "failures.py").write_text("\n\n".join(failures.values()))
+    for name, found in {"failures": failures, "not_ours": not_ours}.items():
+        (FOUND / f"{name}.py").write_text("\n\n".join(found.values()))
     tried = collections.Counter()
     for line in lines:
         tried[line.get("of")] += line.get("tried", 0)

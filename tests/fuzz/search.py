@@ -17,6 +17,10 @@ SLOW = 100
 """The seconds after which a program takes too long."""
 
 
+OF_JAX = "# Without the library"
+"""The first line of a program that runs in JAX alone, to compare with."""
+
+
 class FailureError(AssertionError):
     """A failure with the Python that shows it, to be pasted into a table of cases."""
 

@@ -28,7 +28,7 @@ from programs import (
     Drawn,
     alternatives,
 )
-from search import SEARCH, Attack, Choices, FailureError
+from search import OF_JAX, SEARCH, Attack, Choices, FailureError
 
 from optax_freeze._program.operations import RULES
 
@@ -61,11 +61,13 @@ def check(case):
             pathlib.Path(path).write_text(text)
 
     def of_case():
-        note("")
+        note(f"{OF_JAX}\n{text}")
         try:
             judge(made(case.loss, case.case), lambda: note(text))
         except NotAskedError as error:
             raise UnsatisfiedAssumption from error
+        finally:
+            note("")
 
     SEARCH.judge(text, of_case, case.rows)
 

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 from conftest import assert_equal_up_to_rounding
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import optax_freeze as fz
 
@@ -55,6 +57,17 @@ def test_is_refused_with_its_line(loss, rows):
     once = fz.precompute(loss, {"encoder": True, "middle": True, "head": rows and fz.rows(0)})
     with pytest.raises(ValueError, match=r"closes over an argument(.|\n)*at: custom_[jv]+p_call(.|\n)*as an argument"):
         once.before(PARAMS, X, NOISE)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="explicit axes changed much")
+@pytest.mark.parametrize("is_automatic", [False, True])
+def test_is_refused_on_a_mesh_with_explicit_axes(is_automatic):
+    divided = lambda f: lambda y: f(y if is_automatic else jax.sharding.reshard(y.T, P(None, "d")))  # noqa: E731
+    loss = closing_over("batch", lambda f: lambda y: divided(f)(y[:4]))
+    with jax.set_mesh(jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))):
+        loss = jax.sharding.auto_axes(loss, out_sharding=P()) if is_automatic else loss
+        with pytest.raises(ValueError, match="closes over an argument"):
+            fz.precompute(loss, FROZEN).before(PARAMS, X, NOISE)
 
 
 def test_is_not_asked_of_what_is_computed_once_nor_of_an_enclosing_trace():

@@ -153,6 +153,16 @@ class TestOtherModes:
         assert_equal_up_to_rounding(jvp(after, tangents), jvp(lambda params: loss(params, X), tangents))
         assert np.isnan(jvp(after, tangents.at[0].set(1)))
 
+    @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="explicit axes changed much")
+    def test_forward_mode_inside_of_automatic_axes(self):
+        with jax.set_mesh(jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))):
+            once = fz.precompute(jax.sharding.auto_axes(loss, out_sharding=P()), self.frozen)
+            params = {**PARAMS, "table": jax.sharding.reshard(PARAMS["table"], P(None, "d"))}
+            after = lambda t: once.after({**PARAMS, "table": t}, once.before(PARAMS, X), X)  # noqa: E731
+            jvp = jax.jit(lambda t: jax.jvp(after, (params["table"],), (t * params["table"],))[1])
+            assert jvp(0) == 0
+            assert np.isnan(jvp(1))
+
     def test_a_second_derivative(self):
         trainable, rest = fz.partition(PARAMS, self.frozen)
 

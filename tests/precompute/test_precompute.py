@@ -492,6 +492,19 @@ class TestDevices:
         assert feature.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
         check(loss, FROZEN, params, x, example_axis=0)
 
+    @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="explicit axes changed much")
+    @pytest.mark.parametrize(
+        "place", [lambda x: x, lambda x: jax.device_put(np.asarray(x), P())], ids=["of jit", "of a file"]
+    )
+    def test_features_of_automatic_axes(self, place):
+        """Features that come from a file have the explicit axes of the mesh."""
+        inside = jax.sharding.auto_axes(mlp, axes="data", out_sharding=P())
+        once = fz.precompute(inside, FROZEN)
+        with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)):
+            features = jax.tree.map(place, jax.jit(once.before)(PARAMS, X))
+            found = jax.jit(fz.value_and_grad(once.after, FROZEN))(PARAMS, features, X)
+        assert_equal_up_to_rounding(found, fz.value_and_grad(mlp, FROZEN)(PARAMS, X))
+
     def test_shard_map_in_the_function(self):
         shard_map = functools.partial(jax.shard_map, mesh=mesh_of(AxisType.Auto))
 
