@@ -106,10 +106,11 @@ def type_of(value: Any) -> Any:
 class Input(Deferred):
     """An input of a program, which is read once if the program reads all of it; ``note`` is then called.
 
-    ``is_looked_up``: whether the program reads it only in a few lookups, and in loops.
+    ``at_once``: whether all of it is read if any part is; ``is_looked_up``: whether the program reads it only in a few
+    lookups, and in loops.
     """
 
-    is_looked_up = False
+    at_once = is_looked_up = False
 
     def __init__(self, value: Any, note: Callable[[], Any] = lambda: None) -> None:
         self.value, self.note, self.shape = value, note, value.shape
@@ -121,7 +122,7 @@ class Input(Deferred):
         if region is EVERYTHING or not self.is_by_rows(region, in_blocks=True):
             self.note()
         is_here = reader.level is not None and reader.level is self.level
-        if self.computed is None and is_here and (region is EVERYTHING or not self.on_host):
+        if self.computed is None and is_here and (region is EVERYTHING or self.at_once):
             self.computed = self.whole(reader)
         if self.computed is not None:
             return region.take(self.computed)
