@@ -344,7 +344,7 @@ class _Segment:
         state: Any = [x for *_, x in carried], [previous[o] if o in previous else self._buffer(o) for o in buffered]
         if self.numbers.count == 1:
             (carry, buffers), ys = step(state, (start, {}))
-            ys = [y[None] for y in ys]
+            ys = [*map(_of_one_step, ys)]
         elif self.ends_early:
             (carry, buffers), ys = self._until_last(step, state, numbers.values()), []
         else:
@@ -430,13 +430,22 @@ def _row_of(stack: tuple[Any, int], i: Any) -> Any:
         return jax.lax.dynamic_index_in_dim(array, in_this_mesh(place), 0, keepdims=False)
 
 
+def _of_one_step(row: Any) -> Any:
+    """A stacked result of a single step."""
+    with in_mesh_of(row):
+        return row[None]
+
+
 def _written(buffer: Any, row: Any, place: Any, hit: Any) -> Any:
     """A stacked result with the row of one step; ``hit`` says whether it is wanted."""
 
     def write(_: Any, buffer: Any) -> Any:
-        return jax.lax.dynamic_update_index_in_dim(buffer, row, place, 0)
+        return jax.lax.dynamic_update_index_in_dim(buffer, row, in_this_mesh(place), 0)
 
-    return write(None, buffer) if hit is None else jax.lax.fori_loop(0, hit.astype(jnp.int32), write, buffer)
+    with in_mesh_of(buffer):
+        if hit is None:
+            return write(None, buffer)
+        return jax.lax.fori_loop(0, in_this_mesh(hit).astype(jnp.int32), write, buffer)
 
 
 def shard_map(walk: Planner, eqn: Equation, found: Mapped, wanted: Sequence[Any]) -> bool:

@@ -116,6 +116,15 @@ def loops_inside_of_automatic_axes(p, x):
     return total(jax.sharding.auto_axes(inside, axes=("d",), out_sharding=P())(p["a"]))
 
 
+def steps_inside_of_automatic_axes(p, x):
+    def inside(function):
+        of_row = lambda c, r, b: jnp.tanh(function(c, r @ b))  # noqa: E731
+        automatic = jax.sharding.auto_axes(of_row, axes=("d", "m"), out_sharding=P())
+        return lambda c, r: (automatic(c, r, p["b"]), automatic(r, r, p["b"]))
+
+    return total(*(lax.scan(inside(f), jnp.ones(4), p["a"])[n] for n, f in enumerate((jnp.multiply, jnp.add))))
+
+
 def largest_of_some_rows(p, x):
     return total(lax.top_k(p["a"] * p["a"] + 0.3 * p["a"], 1)[0])
 
@@ -305,6 +314,15 @@ CASES = {
         how="eager",
         mesh="explicit",
         places={**ON_MESH, "a": P()},
+    ),
+    "steps inside of automatic axes": Case(
+        steps_inside_of_automatic_axes,
+        dict.fromkeys("ab", ((4, 4), "float32")),
+        lambda: {"a": ~fz.rows([1]), "b": True},
+        way="train_step",
+        how="quick",
+        mesh="explicit",
+        places={**ON_MESH, "a": P(), "b": P()},
     ),
     "automatic axes of a mesh": Case(
         automatic_axes,

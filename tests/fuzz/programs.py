@@ -207,7 +207,7 @@ class Body:
     def program(self) -> None:
         """Some rows of few kinds, so that they meet, often of those of one theme; more of them without functions."""
         drawn = [self.one(self.table) for _ in range(self.number(1, 3))]
-        theme = self.one([(), *THEMES])
+        theme = self.one([(), *THEMES, *([THEME_OF_MESHES] * 2 if self.axes else ())])
         self.table = [*theme * 3, *drawn, *(OF_MESHES if self.axes else ())]
         self.follow = self.one((2, 5))
         self.some_rows(1, 8 if theme and COMPOSED.isdisjoint(self.table) else 4)
@@ -255,6 +255,7 @@ THEMES = [
     ("scanned", "counted_loop", "branches", "checkpointed", "mapped", "custom_jvp", "custom_vjp", "unary"),
 ]
 """Rows whose operations the same rules have to understand together."""
+THEME_OF_MESHES = ("automatic", "automatic", "scanned", "counted_loop", "branches", "product", "unary")
 OF_MESHES = ("laid_out", "automatic", "placed")
 """The rows that are drawn more often on a mesh, and nowhere else except the last one."""
 COMPOSED: set[str] = set()
@@ -798,14 +799,14 @@ def row_type(aval: Any, axis: int = 0) -> Any:
 @composed
 def automatic(b: Body) -> None:
     """A function inside of which the explicit axes of the mesh are automatic."""
-    v = b.pick()
-    c, name = b.name("c"), b.name("f")
-    body = b.inner({c: b.values[v]}, closed=False)
+    v, w = b.pick(), b.pick()
+    c, d, name = b.name("c"), b.name("d"), b.name("f")
+    body = b.inner({c: b.values[v], d: b.values[w]}, closed=False)
     result = body.results().split(", ")[0]
     where = b.spec(body.values[result].shape)
     axes = tuple(name for name, is_explicit in b.axes.items() if is_explicit)
-    lines = body.function(name, c, result)
-    b.write(f"jax.sharding.auto_axes({name}, axes={axes}, out_sharding={where})({v})", lines)
+    lines = body.function(name, f"{c}, {d}", result)
+    b.write(f"jax.sharding.auto_axes({name}, axes={axes}, out_sharding={where})({v}, {w})", lines)
 
 
 @composed
