@@ -24,10 +24,14 @@ T = TypeVar("T")
 
 
 class Around(NamedTuple):
-    """The plan of the transformation that calls its inner optimizer, and the structure of the trees that it passes."""
+    """The plan of the transformation that calls its inner optimizer, and the structure of the trees that it passes.
+
+    ``frozen`` is the spec of a ``fz.freeze`` that calls ``init``.
+    """
 
     plan: Plan
     structure: Any
+    frozen: Any = None
 
 
 _AROUND: contextvars.ContextVar[Around | None] = contextvars.ContextVar("around", default=None)

@@ -329,6 +329,30 @@ def test_bad_groups(params, groups, error):
         fz.freeze_when(optax.sgd(0.1), groups).init(params)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "fix"),
+    [
+        ("encoder", "fz.path('encoder') & fz.all_except('encoder/layer_1')"),
+        (fz.all_except("head"), "fz.all_except('head') & fz.all_except('encoder/layer_1')"),
+        (True, "fz.all_except('encoder/layer_1')"),
+        ({"encoder": True, "head": False}, "give these leaves False in it"),
+    ],
+)
+def test_a_group_that_is_frozen_around_it_is_refused(params, frozen, fix):
+    tx = fz.freeze_when(optax.sgd(0.1), {"encoder/layer_1": fz.unfreeze_at(0)})
+    with pytest.raises(ValueError, match="the group 'encoder/layer_1' would never train") as error:
+        fz.freeze(tx, frozen).init(params)
+    assert str(error.value).endswith(fix)
+    if fix.startswith("fz."):
+        fz.freeze(tx, eval(fix)).init(params)
+
+
+def test_a_group_of_which_a_part_is_frozen_around_it(params):
+    tx = fz.freeze(fz.freeze_when(optax.sgd(0.1), {"encoder": fz.unfreeze_at(0)}), "**/bias")
+    after = last(tx, params, 1)["encoder"]["layer_0"]
+    assert bits(after["kernel"]) != bits(params["encoder"]["layer_0"]["kernel"])
+
+
 def test_a_mask_for_a_leaf_that_is_a_part_already():
     tx = fz.freeze(fz.freeze_when(optax.sgd(0.1), {"w": (fz.rows(0), True)}), fz.rules({"w": fz.rows(1)}))
     with pytest.raises(ValueError, match=r"cannot select elements of a Part\n  at: w"):
