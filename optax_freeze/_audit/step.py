@@ -107,9 +107,7 @@ class Step:
         self.in_optimizer = _of_optimizers(own)
         self._find_entries(own)
         of_groups = states_in(own, FreezeWhenState)
-        self.in_groups = {
-            plan.leaves[i].path for each in of_groups for plan in each.plan.plans[:-1] for i in plan.own
-        }
+        self.in_groups = {plan.leaves[i].path for each in of_groups for plan in each.plan.plans[:-1] for i in plan.own}
         self.group_steps = {positions[id(step)] for each in of_groups for step in jax.tree.leaves(each.step)}
         self.trains_in_state = {
             leaf.path

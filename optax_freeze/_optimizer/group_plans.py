@@ -174,7 +174,7 @@ def _empty(group: GivenGroup, selected: Sequence[str]) -> ValueError:
 
 
 def _refuse_frozen_outside(group: GivenGroup, paths: Sequence[str], outer: Around | None) -> None:
-    """A ``ValueError`` for a group that has no other leaves than these, if they are frozen by the ``fz.freeze`` around it."""
+    """A ``ValueError`` if these, the leaves of a group, are frozen by the ``fz.freeze`` around it."""
     if outer is None or outer.frozen is None:
         return
     frozen = {leaf.path: leaf.inexact for leaf, selection in outer.plan.entries() if selection is FROZEN}

@@ -229,7 +229,7 @@ def _parts_of(plan: Plan, updates: list[Any]) -> list[Any]:
 
 
 def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree, frozen: Any = None) -> optax.OptState:
-    """The state of an inner optimizer for the trainable part of the parameters; ``frozen`` is a spec, if there is one."""
+    """The state of an inner optimizer for the trainable part of the parameters, of ``fz.freeze`` with its spec."""
     trainable = _trainable(plan, params)
     return stored_state(_init(tx, plan, trainable, frozen), plan, trainable)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from optax_freeze._errors import whole_number
+from optax_freeze._errors import type_error, whole_number
 from optax_freeze._spec.prefix_tree import NotASpec
-from optax_freeze._spec.selectors import distinct
+from optax_freeze._spec.selectors import Each, distinct
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -111,15 +111,22 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Callable[
       The groups for :func:`optax_freeze.freeze_when`: group ``i`` is frozen until step ``i * every``.
 
     Raises:
-      TypeError, ValueError: if ``patterns`` is not a list of patterns, one is named twice, or ``every`` is less than 1.
+      TypeError, ValueError: if ``patterns`` is not a list of patterns, one is named twice, ``every`` is less than 1,
+        or one is made by :func:`optax_freeze.each`.
 
     Example:
       >>> import optax_freeze as fz
       >>> fz.gradual_unfreeze(["head", "encoder/layer_1", "encoder/layer_0"], every=100)
       {'head': fz.unfreeze_at(0), 'encoder/layer_1': fz.unfreeze_at(100), 'encoder/layer_0': fz.unfreeze_at(200)}
     """
-    every = _updates("every", every, 1)
-    return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(distinct("fz.gradual_unfreeze", patterns))}
+    every, name = _updates("every", every, 1), "fz.gradual_unfreeze"
+    listed = distinct(name, patterns)
+    for pattern in listed:
+        if isinstance(pattern, Each):
+            got, expected = repr(pattern), "one pattern or selector for all leaves that thaw at the same step"
+            fix = f"name the layers one by one, from the output; for all of them at once {pattern.selector!r}"
+            raise type_error(f"{name} cannot order the leaves of fz.each", at=name, got=got, expected=expected, fix=fix)
+    return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(listed)}
 
 
 def _updates(name: str, value: Any, least: int = 0) -> int:
