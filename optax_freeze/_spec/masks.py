@@ -318,7 +318,7 @@ def elements(array: Any, *, compact: bool = False) -> Elements:
         fix = "compare: fz.elements(scores < threshold); for rows use fz.rows(...)"
         if isinstance(array, (list, tuple)) and array and all(map(is_bool, array)):
             fix = f"fz.elements(np.array({list(array)}))"
-        elif not is_array(array) or jnp.issubdtype(array.dtype, jnp.integer):
+        elif jnp.issubdtype(getattr(array, "dtype", np.int32), np.integer):
             fix = "from indices: mask = np.zeros(leaf.shape, bool); mask[indices] = True; for whole rows fz.rows(...)"
         raise type_error("fz.elements takes a boolean array", at="fz.elements", got=got, expected=expected, fix=fix)
     count = int(array.size - np.count_nonzero(np.asarray(array))) if compact and is_concrete(array) else None
