@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from optax_freeze._errors import type_error, whole_number
+from optax_freeze._errors import described, type_error, whole_number
 from optax_freeze._spec.prefix_tree import NotASpec
 from optax_freeze._spec.selectors import Each, distinct
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NamedSchedule(NotASpec):
-    """A function of the step, equal to any other that the same call makes."""
+    """A function of the step, equal to any other that the same call makes. Combine them with ``|`` and ``&``."""
 
     call: str
     function: Callable[[Any], Any] = dataclasses.field(compare=False)
@@ -23,18 +23,35 @@ class NamedSchedule(NotASpec):
     def __call__(self, step: Any) -> Any:
         return self.function(step)
 
+    def __or__(self, other: "NamedSchedule") -> "NamedSchedule":
+        return self._joined("|", operator.or_, other)
+
+    def __and__(self, other: "NamedSchedule") -> "NamedSchedule":
+        return self._joined("&", operator.and_, other)
+
+    def _joined(self, symbol: str, join: Callable[[Any, Any], Any], other: "NamedSchedule") -> "NamedSchedule":
+        if not isinstance(other, NamedSchedule):
+            got, fix = described(other), f"lambda step: {self.call}(step) {symbol} (step % 2 == 0)"
+            expected = "fz.unfreeze_at, fz.freeze_at, fz.alternate, or what combines them"
+            raise type_error("not a condition of the step", at=symbol, got=got, expected=expected, fix=fix)
+        return NamedSchedule(f"({self.call} {symbol} {other.call})", functools.partial(_join, join, self, other))
+
     def __repr__(self) -> str:
         return self.call
 
 
-def unfreeze_at(step: int) -> Callable[[Any], Any]:
+def _join(join: Callable[[Any, Any], Any], a: NamedSchedule, b: NamedSchedule, step: Any) -> Any:
+    return join(a(step), b(step))
+
+
+def unfreeze_at(step: int) -> NamedSchedule:
     """A condition for :func:`optax_freeze.freeze_when`: frozen before ``step``, trainable afterwards.
 
     Args:
       step: the number of updates after which the group trains; 0 never freezes it.
 
     Returns:
-      A function ``step -> bool``.
+      A function ``step -> bool``, which combines with others by ``|`` and ``&``.
 
     Raises:
       TypeError, ValueError: if ``step`` is not an int, or negative.
@@ -48,14 +65,14 @@ def unfreeze_at(step: int) -> Callable[[Any], Any]:
     return NamedSchedule(f"fz.unfreeze_at({step})", functools.partial(operator.gt, step))
 
 
-def freeze_at(step: int) -> Callable[[Any], Any]:
+def freeze_at(step: int) -> NamedSchedule:
     """A condition for :func:`optax_freeze.freeze_when`: trainable before ``step``, frozen afterwards.
 
     Args:
       step: the number of updates after which the group is frozen.
 
     Returns:
-      A function ``step -> bool``.
+      A function ``step -> bool``, which combines with others by ``|`` and ``&``.
 
     Raises:
       TypeError, ValueError: if ``step`` is not an int, or negative.
@@ -69,7 +86,7 @@ def freeze_at(step: int) -> Callable[[Any], Any]:
     return NamedSchedule(f"fz.freeze_at({step})", functools.partial(operator.le, step))
 
 
-def alternate(period: int, offset: int = 0) -> Callable[[Any], Any]:
+def alternate(period: int, offset: int = 0) -> NamedSchedule:
     """A condition for :func:`optax_freeze.freeze_when`: frozen and trainable in turn.
 
     Args:
@@ -78,7 +95,8 @@ def alternate(period: int, offset: int = 0) -> Callable[[Any], Any]:
         are never frozen together.
 
     Returns:
-      A function ``step -> bool``: frozen while ``(step + offset) // period`` is even.
+      A function ``step -> bool``: frozen while ``(step + offset) // period`` is even. It combines with others by ``|``
+      and ``&``: ``fz.unfreeze_at(500) | fz.alternate(1)`` is frozen until step 500, then in turn.
 
     Raises:
       TypeError, ValueError: if an argument is not an int, ``period`` is less than 1 or ``offset`` negative.

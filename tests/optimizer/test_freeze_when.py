@@ -300,6 +300,17 @@ class TestConditions:
         assert bits(history[4][0]["encoder"]) != bits(params["encoder"])
         assert history[4][1].inner_opt_state.step == 2
 
+    def test_conditions_combine(self, params):
+        either = fz.unfreeze_at(3) | fz.alternate(1)
+        both = either & fz.freeze_at(1)
+        assert [either(step) for step in range(6)] == [True, True, True, False, True, False]
+        assert [both(step) for step in range(6)] == [False, True, True, False, True, False]
+        assert pickle.loads(pickle.dumps(both)) == both == eval(repr(both))
+        assert len({both, eval(repr(both)), either}) == 2
+        history = [p["encoder"] for p, _ in run(fz.freeze_when(MOMENTUM, {"encoder": both}), params, 6)]
+        moved = [bits(new) != bits(old) for old, new in itertools.pairwise(history)]
+        assert moved == [not both(step) for step in range(6)]
+
 
 CHECKERED = np.arange(8).reshape(4, 2) % 3 == 0
 
