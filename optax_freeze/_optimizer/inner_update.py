@@ -119,7 +119,6 @@ class InnerUpdate(NamedTuple):
         try:
             updates, state = update_unless(frozen, update, updates, form.state, params, extra_args)
         except (ValueError, TypeError, AttributeError) as error:
-            _refuse_dropped(extra_args, error)
             if params is not None:
                 raise
             raise (type_error if isinstance(error, TypeError) else value_error)(
@@ -130,21 +129,6 @@ class InnerUpdate(NamedTuple):
                 fix="if so, tx.update(grads, state, params)",
             ) from error
         return form.flat(updates), state
-
-
-def _refuse_dropped(extra_args: dict[str, Any], error: Exception) -> None:
-    """A ``TypeError`` if an optimizer misses extra arguments that are given: something around it drops them."""
-    text = in_one_line(error)
-    dropped = [name for name in extra_args if "required keyword-only argument" in text and repr(name) in text]
-    if dropped:
-        raise type_error(
-            "an optimizer in a wrapper does not get the extra arguments",
-            at="update",
-            got=f"{', '.join(dropped)}, which the wrapper does not pass on: {text}",
-            expected="a wrapper whose update passes **extra_args to the optimizer in it",
-            fix="remove the wrapper; for complex parameters, instead of split_real_and_imaginary around a line search, "
-            "keep real and imaginary parts as two leaves",
-        ) from error
 
 
 class Inner:

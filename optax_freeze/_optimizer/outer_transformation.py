@@ -24,14 +24,11 @@ T = TypeVar("T")
 
 
 class Around(NamedTuple):
-    """The plan of the transformation that calls its inner optimizer, and the structure of the trees that it passes.
-
-    ``frozen`` is the spec of a ``fz.freeze`` that calls ``init``.
-    """
+    """The plan of the transformation that calls its inner optimizer, and the structure of the trees that it passes."""
 
     plan: Plan
     structure: Any
-    frozen: Any = None
+    frozen: Any = None  # the spec, if `fz.freeze` calls `init`
 
 
 _AROUND: contextvars.ContextVar[Around | None] = contextvars.ContextVar("around", default=None)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition, as_condition
+from optax_freeze._optimizer.each import Each
 from optax_freeze._spec.masks import ElementMask
 from optax_freeze._spec.prefix_tree import as_choice
 from optax_freeze._spec.selector_algebra import Selectable, Selector, as_selector
-from optax_freeze._spec.selectors import Each, path
+from optax_freeze._spec.selectors import path
 
 
 def each(*patterns: Selectable) -> Selector:

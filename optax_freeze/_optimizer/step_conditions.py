@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from optax_freeze._errors import described, type_error, whole_number
+from optax_freeze._optimizer.each import Each
 from optax_freeze._spec.prefix_tree import NotASpec
-from optax_freeze._spec.selectors import Each, distinct
+from optax_freeze._spec.selectors import distinct
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

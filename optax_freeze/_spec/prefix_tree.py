@@ -28,7 +28,7 @@ from optax_freeze._spec.selector_algebra import (
 from optax_freeze._spec.tree import Leaf, PyTree
 
 _WRITTEN = 8  # at most this many rules are written out in an error
-_NO_LABELS = "a tree cannot contain labels or patterns; use fz.rules({pattern: True})"
+_NO_LABELS = "a tree cannot contain labels or patterns; use fz.rules({pattern: True}), or fz.resolve(subtree, pattern)"
 
 
 def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
@@ -135,8 +135,8 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
         fix = "an optimizer is not a spec; to wrap it, use fz.freeze(optimizer, frozen)"
     elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
         fix = _without_patterns(prefix, params)
-    elif bools := _bools_in_place_of_a_leaf(prefix, covered):
-        fix = f"for elements of one leaf give an array: np.array({bools})"
+    elif leaf := next((above for c in loose if (above := c.rpartition("/")[0]) in covered), None):
+        fix = f"{leaf!r} is one leaf: for some of its elements give an array of bools, np.array([...])"
     elif not loose and _has_a_mapping_for_another(prefix, params):
         fix = f"name the leaves by their paths: {_as_rules(prefix, covers)}"
     elif loose and bare and isinstance(prefix, Mapping):
@@ -158,29 +158,16 @@ def _without_patterns(prefix: PyTree, params: PyTree) -> str:
         groups = "name what is frozen; for groups of optimizers, optax.partition(transforms, fz.labels_by_path({...}))"
         return groups if any(isinstance(node, Mapping) for node in prefix) else _NO_LABELS
     nodes = jax.tree_util.tree_leaves_with_path(prefix, is_leaf=lambda node: _is_choice(node) or is_patterns(node))
-    paths = _tree.paths(params)
     written: dict[str, bool] = {}
     for key, node in nodes:
         at = literal(_tree.keystr(key))
         if is_bool(node):
             written[at] = bool(node)
-        elif isinstance(node, str | Path) or is_patterns(node):
-            patterns = node.patterns if isinstance(node, Path) else [node] if isinstance(node, str) else node
-            written |= {f"{at}/{each}": True for each in patterns}
-        elif isinstance(node, Selector):
-            below = f"tree{jax.tree_util.keystr(key)}"
-            return f"a tree cannot contain patterns; resolve them: fz.resolve({below}, {node!r})"
-    fits = len(written) >= len(nodes) and all(any(map(glob(each).fullmatch, paths)) for each in written)
-    if fits and len(written) <= _WRITTEN:
-        return f"a tree cannot contain patterns; name whole paths: fz.rules({written})"
-    return _NO_LABELS
-
-
-def _bools_in_place_of_a_leaf(prefix: PyTree, covered: Sequence[str]) -> list[bool] | None:
-    """A list of bools in the place of one leaf."""
-    is_bools = lambda node: isinstance(node, list) and bool(node) and all(map(is_bool, node))  # noqa: E731
-    nodes = jax.tree_util.tree_leaves_with_path(prefix, is_leaf=lambda node: _is_choice(node) or is_bools(node))
-    return next((node for key, node in nodes if is_bools(node) and _tree.keystr(key) in covered), None)
+        elif is_selector(node) and isinstance(found := as_selector(node, at), Path):
+            written |= {f"{at}/{each}": True for each in found.patterns}
+    matches = lambda each: any(map(glob(each).fullmatch, _tree.paths(params)))  # noqa: E731
+    fits = len(nodes) <= len(written) <= _WRITTEN and all(map(matches, written))
+    return f"a tree cannot contain patterns; name whole paths: fz.rules({written})" if fits else _NO_LABELS
 
 
 def _has_a_mapping_for_another(prefix: PyTree, params: PyTree) -> bool:

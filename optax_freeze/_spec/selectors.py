@@ -3,7 +3,6 @@
 ``True`` always means frozen, unlike in ``optax.masked`` (transformed) and ``equinox.partition`` (kept).
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax
 from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
 from optax_freeze._spec.prefix_tree import as_choice
 from optax_freeze._spec.selector_algebra import (
-    Choice,
     Choices,
     Not,
     Path,
@@ -23,7 +21,6 @@ from optax_freeze._spec.selector_algebra import (
     as_selector,
     is_patterns,
 )
-from optax_freeze._spec.tree import Leaf
 
 
 def path(*patterns: str | Sequence[str]) -> Selector:
@@ -144,27 +141,6 @@ def rules(rules: Mapping[Any, Any], *, default: Any = False) -> Selector:
     selectors = tuple(as_selector(key, "fz.rules") for key in rules)
     choices = [as_choice(value, f"rule {key!r}") for key, value in rules.items()]
     return Rules(selectors, Choices([*choices, as_choice(default, "default")]))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class Each(Selector):
-    """A key of the groups of ``freeze_when`` that stands for one group per selected leaf. It is not a spec."""
-
-    selector: Selector
-
-    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        raise type_error(
-            "fz.each is only a key of the groups of fz.freeze_when",
-            at=repr(self),
-            got="fz.each where a spec is expected, or inside another selector",
-            expected="fz.freeze_when(inner, {fz.each(pattern): condition})",
-            fix=f"use the selector alone: {self.selector!r}; combine selectors inside: fz.each(a | b)",
-        )
-
-    def __repr__(self) -> str:
-        patterns = self.selector.patterns if isinstance(self.selector, Path) else [self.selector]
-        return f"fz.each({', '.join(map(repr, patterns))})"
 
 
 def distinct(name: str, patterns: Any, order: str = "from the output to the input layers") -> list[Any]:
