@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib.util
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -88,8 +89,8 @@ def printable(text: str) -> str:
 
 
 def in_one_line(error: Exception) -> str:
-    """The text of another error, to stand within a message."""
-    return " ".join(str(error).split())
+    """The text of another error, to stand within a message; not all of a text with the values of arrays."""
+    return textwrap.shorten(str(error), 400, placeholder=" ...")
 
 
 def message(what: str, *, at: str | list[str], got: Any, expected: Any, fix: str) -> str:

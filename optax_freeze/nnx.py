@@ -27,6 +27,7 @@ from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._report.costs import Costs
 from optax_freeze._report.costs import costs as costs_of_parameters
 from optax_freeze._spec import tree as _tree
+from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.module_parameters import variables_of
 from optax_freeze._spec.resolve import Spec, make_plan, register_with_flax, warn_of_extent
 from optax_freeze._spec.selection import FROZEN
@@ -465,8 +466,12 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
         if selection.in_part or params.setdefault(id(variable), param).frozen is not param.frozen:
             what, at = "an NNX variable cannot be frozen in part", leaf.path
             expected = "True (frozen) or False for the whole parameter"
-            got = "an element mask" if selection.in_part else f"{param.frozen} here, but not for all of it"
-            fix = "freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)"
+            got = f"{param.frozen} here, but not for all of it"
+            got = repr(choice_of(selection)) if selection.in_part else got
+            fix = (
+                "freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param), and in the"
+            )
+            fix += " loss, fnnx.freeze_loss(loss, frozen), so that only their gradient is computed"
             raise value_error(what, at=at, got=got, expected=expected, fix=fix)
     return list(params.values())
 

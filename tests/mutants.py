@@ -192,7 +192,7 @@ _BY_FILE = {
     ],
     ("_optimizer/inner_update.py", "tests/test_nnx.py"): [
         (
-            "return stored_state(_init(tx, plan, trainable), plan, trainable)",
+            "return stored_state(_init(tx, plan, trainable, frozen), plan, trainable)",
             "return _init(tx, plan, trainable)",
             _VARIABLES,
         ),

@@ -42,6 +42,7 @@ def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
     moves = runs.moves(position)
     later = [name for name in moves if name.startswith("counters")]
     now = [name for name in moves if name not in later]
+    thaws = all((name, position) in runs.thawed for name in later)
 
     def leak(cause: Cause, name: str | None = None) -> Leak:
         count, got = moves[next(iter(moves)) if name is None else name]
@@ -68,9 +69,9 @@ def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
         elif step.is_fresh or not reacts:  # a fresh state has no moments that could have moved it
             unexplained = ANOTHER_STATE
             yield leak(step.other_part)
-    elif later and runs.decays(position, later[:1]):
+    elif later and not thaws and runs.decays(position, later[:1]):
         yield leak(causes.DECAY, later[0])
-    elif later and not step.is_fresh and path not in step.in_groups:
+    elif later and not thaws and not step.is_fresh:
         yield leak(causes.LATER, later[0])
     elif later:
         runs.notes.append(f"{path or 'the parameter'} moves in a later step ({later[0]}), as a schedule may want it")

@@ -86,6 +86,7 @@ class Runs:
       held: the positions of state for frozen elements, with the number of their parameter; None: all of them.
       averages: for each average of frozen values its parameter, and how many elements rounding changes.
       copies: the other copies of frozen values that move, with their parameters.
+      thawed: the runs with larger counters, and positions, in which only the thawing of a group moves frozen elements.
       notes: the runs that could not be made, and what they would have shown.
     """
 
@@ -100,6 +101,7 @@ class Runs:
     ) -> None:
         self.step, self.gradients, self.steps, self.branches = step, gradients, steps, branches
         self.notes: list[str] = []
+        self.thawed: set[tuple[str, int]] = set()
         self._statistics = step.statistics()
         self.watched = {step.params[i]: step.plan.selections[i] for i in step.frozen}
         self.watched |= dict.fromkeys(step.bits.values(), FROZEN) | dict.fromkeys(self._statistics, FROZEN)
@@ -200,8 +202,12 @@ class Runs:
     def _run_later(self) -> None:
         """One step each with larger counters, for what a schedule hides in the first steps."""
         for number, changes in self.step.later(self._counters):
-            quiet = len(self.notes)
-            self._run(f"counters at {number:,}", "", changes, steps=1)
+            quiet, name, held = len(self.notes), f"counters at {number:,}", "groups as they are now"
+            self._run(name, "", changes, steps=1)
+            if self.step.group_steps and name in self.records and self.records[name].moves:
+                self._run(held, "", {k: v for k, v in changes.items() if k not in self.step.group_steps}, steps=1)
+                still = self.records.pop(held).moves if held in self.records else self.records[name].moves
+                self.thawed |= {(name, k) for k in self.records[name].moves if k not in still}
             del self.notes[quiet:]
 
     def _copies(self) -> dict[int, int]:

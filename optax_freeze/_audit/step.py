@@ -48,6 +48,7 @@ class Step:
       entries: from positions to entries of optimizer states and averages.
       kept: the positions of state that groups of ``freeze_when`` keep while they are frozen.
       in_groups: the paths of parameters that a group of ``freeze_when`` may freeze and thaw.
+      group_steps: the positions of the steps by which ``freeze_when`` decides.
       trains_in_state: the paths of parameters that a state of ``freeze`` says are trainable.
       bits: the frozen leaves that are not floating-point arrays, from their paths to their positions.
       in_optimizer: the positions of state in a tuple of a type of Optax or of this library.
@@ -64,6 +65,7 @@ class Step:
     updates: Mapping[int, int] = {}
     trains_in_state: Collection[str] = ()
     in_groups: Collection[str] = ()
+    group_steps: Collection[int] = ()
 
     def __init__(
         self,
@@ -104,8 +106,10 @@ class Step:
         self.kept: set[int] = set()
         self.in_optimizer = _of_optimizers(own)
         self._find_entries(own)
-        groups = [plan for state in states_in(own, FreezeWhenState) for plan in state.plan.plans[:-1]]
+        of_groups = states_in(own, FreezeWhenState)
+        groups = [plan for state in of_groups for plan in state.plan.plans[:-1]]
         self.in_groups = {plan.leaves[i].path for plan in groups for i in plan.own}
+        self.group_steps = {positions[id(step)] for each in of_groups for step in jax.tree.leaves(each.step)}
         plans = [state.plan for state in states_in(own, FreezeState)]
         self.trains_in_state = {plan.leaves[i].path for plan in plans for i in plan.own}
 

@@ -10,19 +10,21 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
+import numpy as np
 import optax
 
-from optax_freeze._errors import described, type_error
+from optax_freeze._errors import described, is_array, type_error
 from optax_freeze._gradient.argnums import of_parameters, refuse_several
 from optax_freeze._gradient.dense_gradient import value_and_grad_of_plan
 from optax_freeze._gradient.group_gradients import value_and_grad_of_groups
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import GroupSpec
+from optax_freeze._spec.masks import ElementMask
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.restricted import restricts
-from optax_freeze._spec.selector_algebra import Selector
+from optax_freeze._spec.selector_algebra import is_selector
 from optax_freeze._spec.tree import Part, PyTree
 
 P = ParamSpec("P")
@@ -60,7 +62,7 @@ def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
       >>> jax.grad(fz.restrict(loss, rest))(trainable, 1.0)
       {'encoder': MaskedNode(), 'head': Array(24., dtype=float32)}
     """
-    if isinstance(rest, (bool, str, Selector)) or not callable(fun):
+    if not callable(fun) or is_selector(rest) or _is_tree_of_choices(rest):
         raise type_error(
             "fz.restrict takes a function and the second output of fz.partition",
             at="its arguments",
@@ -251,6 +253,13 @@ def _restricted(fun: Callable[..., T], rest: PyTree) -> Callable[..., T]:
         return call_restricted(lambda params: fun(params, *args, **kwargs), trainable, rest)
 
     return restricted
+
+
+def _is_tree_of_choices(tree: PyTree) -> bool:
+    """Whether a tree is a spec: it has bools and element masks alone, and not even ``MaskedNode``."""
+    leaves = _tree.flatten(tree, lambda node: isinstance(node, ElementMask) or _tree.is_leaf(node))[0]
+    is_choice = lambda x: isinstance(x, ElementMask | bool) or (is_array(x) and x.dtype == np.bool_)  # noqa: E731
+    return bool(leaves) and all(map(is_choice, leaves))
 
 
 def refuse_no_function(fun: Any, frozen: Any, call: str) -> None:

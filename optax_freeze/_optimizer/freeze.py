@@ -167,7 +167,7 @@ def freeze(
         state = FreezeState(accepted.add(plan.without_masks()), masks, ())
         plan = state.current_plan
         with saying_what_optax_calls():
-            inner_state = init_inner(transform(plan), plan.in_state, params)
+            inner_state = init_inner(transform(plan), plan.in_state, params, frozen)
         if plan.kept:
             kept.refuse_what_does_not_fit(plan, inner_state)
         return with_own_buffers(state._replace(inner_state=inner_state), params)

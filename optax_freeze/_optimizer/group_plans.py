@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_freeze._errors import counted, value_error
+from optax_freeze._errors import counted, described, is_bool, value_error
 from optax_freeze._optimizer.conditions import Condition
 from optax_freeze._optimizer.group_state import GroupLeaves
+from optax_freeze._optimizer.outer_transformation import Around, around
 from optax_freeze._optimizer.parse_groups import GivenGroup
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import Choice, Elements, StaticRows, elements, mask_of
@@ -19,7 +20,8 @@ from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.plan_digest import PlanLine
 from optax_freeze._spec.plan_nodes import register_as_static
 from optax_freeze._spec.resolve import Tied, plan_of_choices, refuse_untrainable, register_with_flax
-from optax_freeze._spec.selection import DenseMask, DynamicRowIndex
+from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex
+from optax_freeze._spec.selector_algebra import Not, Path, as_selector, is_selector
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
@@ -101,8 +103,10 @@ def make_group_plans(
             (name, plan_of_choices(walk, leaves, _claim(group, walk, leaves, numbers, taken), tied))
             for name, numbers in owned
         ]
-        if all(plan.all_frozen for _, plan in pairs) and all(leaves[i].inexact for i in selected):
-            raise _empty(group, [leaves[i].path for i in selected])
+        if all(plan.all_frozen for _, plan in pairs):
+            if all(leaves[i].inexact for i in selected):
+                raise _empty(group, [leaves[i].path for i in selected])
+            _refuse_frozen_outside(group, [leaves[i].path for i in selected if not leaves[i].inexact], around())
         for name, plan in pairs:
             if group.each and plan.all_frozen:
                 continue
@@ -135,6 +139,27 @@ def _empty(group: GivenGroup, selected: Sequence[str]) -> ValueError:
         got = f"{counted(len(selected), 'leaf', 'leaves')}, already in earlier groups"
     expected = "at least one element that is not in an earlier group"
     return value_error(f"the group {group.name!r} is empty", at=at, got=got, expected=expected, fix=fix)
+
+
+def _refuse_frozen_outside(group: GivenGroup, paths: Sequence[str], outer: Around | None) -> None:
+    """A ``ValueError`` if these, the leaves of a group, are frozen by the ``fz.freeze`` around it."""
+    if outer is None or outer.frozen is None:
+        return
+    frozen = {leaf.path: leaf.inexact for leaf, selection in outer.plan.entries() if selection is FROZEN}
+    if not frozen.keys() >= {*paths} or not any(frozen[path] for path in paths):
+        return
+    others, fix = Not(group.selector, is_all_except=isinstance(group.selector, Path)), "give these leaves False in it"
+    if is_bool(outer.frozen):
+        fix = repr(others)
+    elif is_selector(outer.frozen):
+        fix = repr(as_selector(outer.frozen, "frozen") & others)
+    raise value_error(
+        f"the group {group.name!r} would never train",
+        at=paths[0],
+        got=f"{counted(len(paths), 'leaf', 'leaves')}, frozen by the fz.freeze around it: {described(outer.frozen)}",
+        expected="a leaf that the spec of fz.freeze, which is for all of training, does not freeze",
+        fix=f"leave the group out of that spec: {fix}",
+    )
 
 
 def _same_name(name: str, first: GivenGroup, second: GivenGroup) -> ValueError:

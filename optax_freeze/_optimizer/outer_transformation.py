@@ -28,6 +28,7 @@ class Around(NamedTuple):
 
     plan: Plan
     structure: Any
+    frozen: Any = None  # the spec, if `fz.freeze` calls `init`
 
 
 _AROUND: contextvars.ContextVar[Around | None] = contextvars.ContextVar("around", default=None)

@@ -1,41 +1,16 @@
 """The groups as a user gives them to ``freeze_when``, before the parameters are known."""
 
-import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from optax_freeze._errors import described, refuse_no_mapping, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition, as_condition
+from optax_freeze._optimizer.each import Each
 from optax_freeze._spec.masks import ElementMask
 from optax_freeze._spec.prefix_tree import as_choice
-from optax_freeze._spec.selector_algebra import Choice, Path, Selectable, Selector, as_selector
+from optax_freeze._spec.selector_algebra import Selectable, Selector, as_selector
 from optax_freeze._spec.selectors import path
-from optax_freeze._spec.tree import Leaf
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
-class Each(Selector):
-    """A key of the groups of ``freeze_when`` that stands for one group per selected leaf. It is not a spec."""
-
-    selector: Selector
-
-    def select(self, leaves: Sequence[Leaf]) -> list[Choice]:
-        raise type_error(
-            "fz.each is only a key of the groups of fz.freeze_when",
-            at=repr(self),
-            got="fz.each where a spec is expected, or inside another selector",
-            expected="fz.freeze_when(inner, {fz.each(pattern): condition})",
-            fix=f"use the selector alone: {self.selector!r}; combine selectors inside: fz.each(a | b)",
-        )
-
-    def __repr__(self) -> str:
-        patterns = self.selector.patterns if isinstance(self.selector, Path) else [self.selector]
-        return f"fz.each({', '.join(map(repr, patterns))})"
 
 
 def each(*patterns: Selectable) -> Selector:

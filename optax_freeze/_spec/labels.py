@@ -9,7 +9,7 @@ import numpy as np
 from optax_freeze._errors import described, is_array, refuse_no_mapping, type_error, value_error
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, make_plan
-from optax_freeze._spec.selector_algebra import Selector, as_selector, first_match
+from optax_freeze._spec.selector_algebra import Selector, as_selector, first_match, is_selector
 from optax_freeze._spec.selectors import distinct
 from optax_freeze._spec.tree import PyTree
 
@@ -46,6 +46,7 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
     Returns:
       A function of ``params`` that returns a tree of the same structure with a label at each leaf. It raises
       ``ValueError`` if a pattern matches nothing, if earlier patterns match all its leaves, or if a leaf has no label.
+      Frozen leaves need none inside :func:`optax_freeze.freeze`, nor any ``optax.MaskedNode()``.
 
     Raises:
       TypeError: if ``labels`` is not a mapping, a key is neither a pattern nor a selector, or a label is None, a
@@ -58,6 +59,8 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
       {'embed': 'slow', 'encoder': {'bias': 'no decay', 'kernel': 'decay'}}
     """
     fix = 'for "trainable" and "frozen" alone, use fz.labels(frozen)'
+    if not is_selector(labels):
+        fix = "optax.partition({label: optimizer}, fz.labels_by_path({pattern: label}))"
     refuse_no_mapping("fz.labels_by_path", labels, "{pattern or selector: label}", at="its first argument", fix=fix)
     selectors = [as_selector(key, "fz.labels_by_path") for key in labels]
     words = list(labels.values())
@@ -75,12 +78,14 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
     def label_fn(params: PyTree) -> PyTree:
         leaves = _tree.leaves(params)
         first = first_match(selectors, leaves) if leaves else []
-        found = [default if n is None else words[n] for n in first]
+        values, treedef = _tree.flatten(params)
+        hole = [value if _tree.is_masked_node(value) else default for value in values]
+        found = [hole[i] if n is None else words[n] for i, n in enumerate(first)]
         if None in found:
             at = leaves[found.index(None)].path
             got, fix = f"none of the patterns {list(labels)}", "give a default: fz.labels_by_path({...}, default=label)"
             raise value_error("a leaf has no label", at=at, got=got, expected="a label for each leaf", fix=fix)
-        return jax.tree.unflatten(_tree.flatten(params)[1], found)
+        return jax.tree.unflatten(treedef, found)
 
     return label_fn
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import described, is_array, is_concrete, is_int, type_error, value_error
+from optax_freeze._errors import described, is_array, is_bool, is_concrete, is_int, type_error, value_error
 from optax_freeze._spec.row_numbers import bools_of, fix_for, named_twice, numbers_of, rows_named, trainable_rows
 from optax_freeze._spec.row_set import RowSet
 from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
@@ -240,7 +240,7 @@ class Elements(MaskOperators):
             if len(self.array.shape) <= len(leaf.shape or ()) and all(size in (1, whole) for size, whole in ends):
                 fix += f" jnp.broadcast_to(mask, leaf.shape); {rows}"
             else:
-                fix = rows if axis is not None else "compute it from the leaf: leaf < 0.1"
+                fix = rows if axis is not None else "mask = np.ones(leaf.shape, bool), and False where elements train"
             raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
         if self.compact and self.count is None:
             what = "the elements of a compact mask cannot be counted"
@@ -386,6 +386,10 @@ def elements(array: Any, *, compact: bool = False) -> Elements:
     if not is_array(array) or array.dtype != np.bool_:
         got, expected = described(array), "an array of bool, True where frozen"
         fix = "compare: fz.elements(scores < threshold); for rows use fz.rows(...)"
+        if isinstance(array, (list, tuple)) and array and all(map(is_bool, array)):
+            fix = f"fz.elements(np.array({list(array)}))"
+        elif jnp.issubdtype(getattr(array, "dtype", np.int32), np.integer):
+            fix = "from indices: mask = np.zeros(leaf.shape, bool); mask[indices] = True; for whole rows fz.rows(...)"
         raise type_error("fz.elements takes a boolean array", at="fz.elements", got=got, expected=expected, fix=fix)
     count = int(array.size - np.count_nonzero(np.asarray(array))) if compact and is_concrete(array) else None
     return Elements(array, compact, count)

@@ -199,12 +199,17 @@ def _ignored(ignore: Any, given: Sequence[_Given], reasons: Mapping[int, str]) -
     found: set[int] = set()
     for pattern in [ignore] if is_selector(ignore) and not isinstance(ignore, (list, tuple)) else ignore:
         selector = as_selector(pattern, "ignore")
-        hits = [i for i, hit in enumerate(selector.select(leaves)) if hit]
+        try:
+            hits = [i for i, hit in enumerate(selector.select(leaves)) if hit]
+        except ValueError as error:
+            error.add_note("in `ignore`, for leaves of `pretrained`: what is only in `params` is new without it")
+            raise
         if hits and not any(i in reasons for i in hits) and selector != Path(("**",)):
             what, at = f"ignore: {pattern!r} allows nothing", given[hits[0]].name
             got = f"{counted(len(hits), 'leaf', 'leaves')}, with a place in `params`"
             expected = "a leaf that is only in `pretrained`, or has another shape"
-            fix = "to train what was loaded, frozen & ~fz.path(pattern); not to load it, delete it from `pretrained`"
+            fix = "to train what was loaded, frozen & ~fz.path(pattern); "
+            fix += "not to load it, delete it from `pretrained` and `ignore`"
             raise value_error(what, at=at, got=got, expected=expected, fix=fix)
         found |= {i for i in hits if i in reasons}
     return found

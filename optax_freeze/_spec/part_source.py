@@ -119,6 +119,9 @@ def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> 
         return
     which = "elements" if isinstance(part.index, int) else "rows"
     fix = "compute it with the spec of this state, in the same program: fz.grad(loss, fz.spec_of(state))"
+    if name == "trainable":
+        fix = "pass both outputs of one fz.partition; the masks in `rest` are leaves, so jax.tree.map changes them: "
+        fix += "fz.partition(jax.tree.map(f, params), frozen)[1]"
     # Without values, only what is certain is refused: rows replaced since, or a constant beside rows of a state.
     of_one_spec = name == "trainable" or not (mine.of_state or selection.of_state)
     if mine.array is not None and its.array is not None:

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +15,20 @@ import optax
 from optax_freeze._errors import described, is_array, is_bool, is_concrete, type_error, value_error, with_article
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.masks import ElementMask, StaticRows, elements
-from optax_freeze._spec.patterns import literal
-from optax_freeze._spec.selector_algebra import Choice, Selector, ask_without_values
+from optax_freeze._spec.patterns import glob, literal, nearest
+from optax_freeze._spec.selector_algebra import (
+    Choice,
+    Path,
+    Selector,
+    as_selector,
+    ask_without_values,
+    is_patterns,
+    is_selector,
+)
 from optax_freeze._spec.tree import Leaf, PyTree
 
 _WRITTEN = 8  # at most this many rules are written out in an error
+_NO_LABELS = "a tree cannot contain labels or patterns; use fz.rules({pattern: True}), or fz.resolve(subtree, pattern)"
 
 
 def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
@@ -25,12 +36,13 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
     choices, treedef = _tree.flatten(prefix, _is_choice)
     for choice in choices:
         refuse_condition(choice, "frozen")
-    try:
+    subtrees = None
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # whose text has the values of all arrays
         subtrees = treedef.flatten_up_to(params)
-    except (ValueError, TypeError, KeyError) as error:
+    if subtrees is None:
         other = _in_mappings_of(params, prefix)
         if _tree.flatten(other, _is_choice)[1] == treedef:
-            raise _no_fit(prefix, params) from error
+            raise _no_fit(prefix, params)
         return from_prefix(other, params)
     answers: list[Choice] = []
     for choice, at, subtree in zip(choices, _prefix_paths(prefix), subtrees, strict=True):
@@ -39,7 +51,8 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
         elif is_array(subtree) and subtree.shape == () and is_concrete(choice) and is_bool(choice):
             answers.append(elements(choice))  # an element mask, so that `replace_masks` can replace it
         else:
-            answers += [copy.copy(as_choice(choice, at))] * len(_tree.flatten(subtree)[0])
+            fix = _without_patterns(prefix, params) if is_selector(choice) else None
+            answers += [copy.copy(as_choice(choice, at, fix))] * len(_tree.flatten(subtree)[0])
     return answers
 
 
@@ -121,16 +134,40 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
     elif isinstance(prefix, optax.GradientTransformation):
         fix = "an optimizer is not a spec; to wrap it, use fz.freeze(optimizer, frozen)"
     elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
-        fix = "combine patterns and selectors with |: fz.path('a') | fz.where(fn)"
+        fix = _without_patterns(prefix, params)
+    elif leaf := next((above for c in loose if (above := c.rpartition("/")[0]) in covered), None):
+        fix = f"{leaf!r} is one leaf: for some of its elements give an array of bools, np.array([...])"
     elif not loose and _has_a_mapping_for_another(prefix, params):
         fix = f"name the leaves by their paths: {_as_rules(prefix, covers)}"
-    elif bare and isinstance(prefix, Mapping) and any(not isinstance(choice, Mapping) for choice in prefix.values()):
-        fix = "to give only some of the paths, use patterns: fz.rules({'encoder/**': True}), or just 'encoder/**'"
+    elif loose and bare and isinstance(prefix, Mapping):
+        fix = f"for {loose[0]!r}, the nearest paths are {nearest(loose[0], covered)}"
+    elif bare and isinstance(prefix, Mapping):
+        fix = f"name only what is frozen, by its path: {_as_rules(prefix, covers)}"
     elif not covers:
         fix = "to freeze nothing, pass False"
     expected = f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})"
     at = [*bare, *loose, ""][0]
     return value_error("`frozen` does not fit the parameters", at=at, got=got, expected=expected, fix=fix)
+
+
+def _without_patterns(prefix: PyTree, params: PyTree) -> str:
+    """How to write a tree or a list in which there are patterns or selectors."""
+    if isinstance(prefix, (list, tuple)):
+        if all(map(is_selector, prefix)):
+            return f"combine them with |: {functools.reduce(operator.or_, (as_selector(x, '|') for x in prefix))!r}"
+        groups = "name what is frozen; for groups of optimizers, optax.partition(transforms, fz.labels_by_path({...}))"
+        return groups if any(isinstance(node, Mapping) for node in prefix) else _NO_LABELS
+    nodes = jax.tree_util.tree_leaves_with_path(prefix, is_leaf=lambda node: _is_choice(node) or is_patterns(node))
+    written: dict[str, bool] = {}
+    for key, node in nodes:
+        at = literal(_tree.keystr(key))
+        if is_bool(node):
+            written[at] = bool(node)
+        elif is_selector(node) and isinstance(found := as_selector(node, at), Path):
+            written |= {f"{at}/{each}": True for each in found.patterns}
+    matches = lambda each: any(map(glob(each).fullmatch, _tree.paths(params)))  # noqa: E731
+    fits = len(nodes) <= len(written) <= _WRITTEN and all(map(matches, written))
+    return f"a tree cannot contain patterns; name whole paths: fz.rules({written})" if fits else _NO_LABELS
 
 
 def _has_a_mapping_for_another(prefix: PyTree, params: PyTree) -> bool:
@@ -143,11 +180,10 @@ def _has_a_mapping_for_another(prefix: PyTree, params: PyTree) -> bool:
 
 
 def _as_rules(prefix: PyTree, paths: Sequence[str]) -> str:
-    choices = [bool(each) if is_bool(each) else each for each in _tree.flatten(prefix, _is_choice)[0]]
-    if len(paths) > _WRITTEN or not all(isinstance(each, bool | StaticRows) for each in choices):
-        return f"fz.rules({{{literal(paths[0])!r}: ..., ...}})"
-    pairs = (f"{literal(path)!r}: {choice!r}" for path, choice in zip(paths, choices, strict=True))
-    return f"fz.rules({{{', '.join(pairs)}}})"
+    choices = _tree.flatten(prefix, _is_choice)[0]
+    written = [repr(bool(x)) if is_bool(x) else repr(x) if isinstance(x, StaticRows) else "..." for x in choices]
+    pairs = [f"{literal(path)!r}: {choice}" for path, choice in zip(paths, written, strict=True)]
+    return f"fz.rules({{{', '.join(pairs[:_WRITTEN] + ['...'] * (len(pairs) > _WRITTEN))}}})"
 
 
 class NotASpec:
@@ -161,7 +197,7 @@ def refuse_condition(value: Any, at: str) -> None:
         raise type_error("a condition is not a spec", at=at, got=described(value), expected=expected, fix=fix)
 
 
-def as_choice(value: Any, at: str) -> Choice:
+def as_choice(value: Any, at: str, fix_of_patterns: str | None = None) -> Choice:
     """A bool or an element mask, also for a boolean array; a ``ValueError`` for anything else."""
     refuse_condition(value, at)
     if is_bool(value):
@@ -174,7 +210,7 @@ def as_choice(value: Any, at: str) -> Choice:
     fix = "True freezes a leaf, False trains it; fz.rows and fz.elements freeze part of a leaf"
     if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
         kind = "a selector" if isinstance(value, Selector) else kind
-        fix = "a tree cannot contain labels or patterns; use fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
+        fix = fix_of_patterns or _NO_LABELS
     elif isinstance(value, (set, frozenset)):
         fix = "unpack it: fz.path(*patterns)"
     elif callable(value):

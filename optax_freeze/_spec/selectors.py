@@ -23,7 +23,7 @@ from optax_freeze._spec.selector_algebra import (
 )
 
 
-def path(*patterns: str) -> Selector:
+def path(*patterns: str | Sequence[str]) -> Selector:
     """Selects leaves by glob patterns on their paths.
 
     A path looks like ``encoder/layer_0/kernel``. Within a segment ``*`` matches any characters, ``?`` one character and
@@ -31,7 +31,7 @@ def path(*patterns: str) -> Selector:
     pattern also selects everything below its match: ``"encoder"`` means the same as ``"encoder/**"``.
 
     Args:
-      *patterns: one or more patterns; a leaf is selected if any of them matches.
+      *patterns: one or more patterns, or one list of them; a leaf is selected if any of them matches.
 
     Returns:
       A selector. Resolving it raises ``ValueError``, with the nearest paths, if a pattern matches no leaf.
@@ -50,7 +50,7 @@ def path(*patterns: str) -> Selector:
     return Path(_checked("path", patterns))
 
 
-def all_except(*patterns: str) -> Selector:
+def all_except(*patterns: str | Sequence[str]) -> Selector:
     """Selects every leaf that no glob pattern matches, so that only the matched leaves train.
 
     Args:
@@ -67,11 +67,11 @@ def all_except(*patterns: str) -> Selector:
     return Not(Path(_checked("all_except", patterns)), is_all_except=True)
 
 
-def regex(*patterns: str) -> Selector:
+def regex(*patterns: str | Sequence[str]) -> Selector:
     """Selects leaves whose whole path matches a regular expression (``re.fullmatch``).
 
     Args:
-      *patterns: one or more regular expressions; a leaf is selected if any of them matches.
+      *patterns: one or more regular expressions, or one list of them; a leaf is selected if any of them matches.
 
     Returns:
       A selector. Resolving it raises ``ValueError`` if an expression matches no leaf.
@@ -158,13 +158,15 @@ def distinct(name: str, patterns: Any, order: str = "from the output to the inpu
 
 
 def _checked(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
+    if len(patterns) == 1 and is_patterns(patterns[0]):
+        [patterns] = patterns
     if not patterns:
         what, expected = f"fz.{name} needs a pattern", "at least one pattern"
         fix = "to freeze everything use True, to freeze nothing False"
         raise value_error(what, at=f"fz.{name}()", got="nothing", expected=expected, fix=fix)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            fix = f"unpack a list: fz.{name}(*patterns); wrap a function in {'~' * (name == 'all_except')}fz.where(...)"
+            fix = f"give patterns, or one list of them; wrap a function in {'~' * (name == 'all_except')}fz.where(...)"
             if isinstance(pattern, Selector):
                 fix = f"pass the selector itself: {~pattern if name == 'all_except' else pattern!r}"
             got, expected = described(pattern), "a pattern such as 'encoder/**'"

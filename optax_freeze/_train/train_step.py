@@ -111,6 +111,7 @@ def train_step(
         except (TypeError, ValueError) as error:
             full = grads if found is not None else with_zeros(grads, params)
             _refuse_missing_names(error, extra_args, lambda names: update_with(names, full))
+            _refuse_dropped(extra_args, error)
             raise
         return new, new_state, value
 
@@ -170,6 +171,21 @@ def _needed(given: Sequence[str], update: Callable[[Sequence[str]], Any]) -> lis
         if len(names) > len({*given}) and succeeds(lambda names=names: update(names)):
             return names
     return None
+
+
+def _refuse_dropped(extra_args: Sequence[str], error: Exception) -> None:
+    """A ``TypeError`` if an optimizer misses extra arguments that are given: something around it drops them."""
+    text = in_one_line(error)
+    dropped = [name for name in extra_args if "required keyword-only argument" in text and repr(name) in text]
+    if dropped:
+        raise type_error(
+            "an optimizer in a wrapper does not get the extra arguments",
+            at="update",
+            got=f"{', '.join(dropped)}, which the wrapper does not pass on: {text}",
+            expected="a wrapper whose update passes **extra_args to the optimizer in it",
+            fix="remove the wrapper; for complex parameters, instead of split_real_and_imaginary around a line search, "
+            "keep real and imaginary parts as two leaves",
+        ) from error
 
 
 def _refuse_unknown(extra_args: Sequence[str]) -> None:

@@ -286,8 +286,9 @@ def _refuse_no_state(opt_state: PyTree) -> None:
 def _refuse_old_step(step: int, manager: ocp.CheckpointManager) -> None:
     latest = manager.latest_step()
     if latest is not None and step <= latest:
-        which = "a checkpoint of this step" if step in manager.all_steps() else "a later checkpoint"
-        at, expected = str(manager.directory), f"a step after {latest}, the latest"
+        is_there = step in manager.all_steps()
+        which = "a checkpoint of this step" if is_there else "a later checkpoint"
+        at, expected = str(manager.directory / str(step if is_there else latest)), f"a step after {latest}, the latest"
         fix = "continue from the latest step, or save into another directory"
         raise value_error(f"{which} already exists", at=at, got=f"step={step}", expected=expected, fix=fix)
 

@@ -46,7 +46,8 @@ def refuse_other_base(
     got = now({}, fingerprints=False)
     expected = [saved[leaf.path] for leaf in got]
     saved_base.refuse_other_arrays(expected, got, "params", "the patch", fix)
-    fix = f"{_FIX}; patches of one base together, patch.apply(params, one, other); or base=False, for another base"
+    fix = f"{_FIX}; patches of one base together, patch.apply(params, one, other); or base=False, for another base, or "
+    fix += "if the run trained more than is in the patch"
     told = "the frozen bits that were there when the patch was taken"
     saved_base.refuse_other_base(expected, now(choices, fingerprints=True), "the patch", told, fix)
 

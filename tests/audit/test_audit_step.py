@@ -788,6 +788,31 @@ def test_a_single_trainable_leaf_of_the_shape_of_a_frozen_one():
     assert paths == {"encoder/bias", "encoder/kernel", "head/kernel"}
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_group_that_thaws_later_is_no_leak(decay):
+    """A later step that moves the group by itself is one, also of a leaf of that group."""
+    tx = fz.freeze_when(SGD, {FROZEN: fz.unfreeze_at(50)})
+
+    def make_step(loss):
+        train = fz.train_step(loss, tx)
+
+        def step(state, x, y):
+            params, opt_state, _ = train(state["online"], state["opt"], x, y)
+            count = state["count"] + 1
+            late = jnp.where(count > 50, 1 - decay, 1.0)
+            params["encoder"]["kernel"] *= late
+            return {"online": params, "target": state["target"], "opt": opt_state, "count": count}
+
+        return step
+
+    state = {"online": PARAMS, "target": jax.tree.map(jnp.copy, PARAMS), "opt": tx.init(PARAMS), "count": jnp.array(0)}
+    both = lambda state: {"online": state["online"], "target": state["target"]}  # noqa: E731
+    audit = fz.audit_step(make_step, state, X, Y, loss=loss, params=both, frozen=["online/encoder", "target"])
+    found = [(leak.kind, leak.path) for leak in audit.leaks]
+    assert found == ([("moved", "online/encoder/kernel")] if decay else [])
+    assert "online/encoder/bias moves in a later step (counters at 100), as a schedule may want it" in audit.note
+
+
 def test_the_state_is_not_changed():
     for made in (lambda: modules(False, ADAM), lambda: linen(True)):
         make_step, state, loss = made()

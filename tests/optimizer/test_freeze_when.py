@@ -300,6 +300,17 @@ class TestConditions:
         assert bits(history[4][0]["encoder"]) != bits(params["encoder"])
         assert history[4][1].inner_opt_state.step == 2
 
+    def test_conditions_combine(self, params):
+        either = fz.unfreeze_at(3) | fz.alternate(1)
+        both = either & fz.freeze_at(1)
+        assert [either(step) for step in range(6)] == [True, True, True, False, True, False]
+        assert [both(step) for step in range(6)] == [False, True, True, False, True, False]
+        assert pickle.loads(pickle.dumps(both)) == both == eval(repr(both))
+        assert len({both, eval(repr(both)), either}) == 2
+        history = [p["encoder"] for p, _ in run(fz.freeze_when(MOMENTUM, {"encoder": both}), params, 6)]
+        moved = [bits(new) != bits(old) for old, new in itertools.pairwise(history)]
+        assert moved == [not both(step) for step in range(6)]
+
 
 CHECKERED = np.arange(8).reshape(4, 2) % 3 == 0
 
@@ -327,6 +338,30 @@ def of_head(first, second):
 def test_bad_groups(params, groups, error):
     with pytest.raises((ValueError, TypeError), match=error):
         fz.freeze_when(optax.sgd(0.1), groups).init(params)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "fix"),
+    [
+        ("encoder", "fz.path('encoder') & fz.all_except('encoder/layer_1')"),
+        (fz.all_except("head"), "fz.all_except('head') & fz.all_except('encoder/layer_1')"),
+        (True, "fz.all_except('encoder/layer_1')"),
+        ({"encoder": True, "head": False}, "give these leaves False in it"),
+    ],
+)
+def test_a_group_that_is_frozen_around_it_is_refused(params, frozen, fix):
+    tx = fz.freeze_when(optax.sgd(0.1), {"encoder/layer_1": fz.unfreeze_at(0)})
+    with pytest.raises(ValueError, match="the group 'encoder/layer_1' would never train") as error:
+        fz.freeze(tx, frozen).init(params)
+    assert str(error.value).endswith(fix)
+    if fix.startswith("fz."):
+        fz.freeze(tx, eval(fix)).init(params)
+
+
+def test_a_group_of_which_a_part_is_frozen_around_it(params):
+    tx = fz.freeze(fz.freeze_when(optax.sgd(0.1), {"encoder": fz.unfreeze_at(0)}), "**/bias")
+    after = last(tx, params, 1)["encoder"]["layer_0"]
+    assert bits(after["kernel"]) != bits(params["encoder"]["layer_0"]["kernel"])
 
 
 def test_a_mask_for_a_leaf_that_is_a_part_already():

@@ -72,6 +72,12 @@ class TestLabelsByPath:
         state = tx.init(other)
         assert bits(optax.tree_map_params(tx, lambda leaf: leaf, state)) == bits(state)
 
+    def test_frozen_leaves_need_no_label(self, params):
+        labels = fz.labels_by_path({"**/kernel": "a", "head/bias": "b"})
+        tx = fz.freeze(optax.partition({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, labels), "encoder")
+        updates, _ = tx.update(params, tx.init(params), params)
+        assert bits(updates["head"]["bias"]) == bits(-0.1 * params["head"]["bias"])
+
     def test_strict(self, other):
         with pytest.raises(ValueError, match=r"matches no leaf(.|\n)*nearest paths: head"):
             fz.labels_by_path({"hed": "a"}, default="b")(other)

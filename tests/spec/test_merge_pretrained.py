@@ -228,3 +228,6 @@ def test_ignore():
         assert (report.ignored, report.new) == (("head", "old"), ("head",))
         assert not merged["head"].any()
     assert fz.merge_pretrained(PARAMS, PRETRAINED, ignore="**")[2].ignored == ()
+    with pytest.raises(ValueError, match="matches no leaf") as caught:
+        fz.merge_pretrained(PARAMS, PRETRAINED, ignore="head")
+    assert "what is only in `params` is new without it" in caught.value.__notes__[0]

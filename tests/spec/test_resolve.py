@@ -185,8 +185,10 @@ class TestRefusals:
         ids=repr,
     )
     def test_a_tree_of_the_wrong_structure(self, other, spec, error):
-        with pytest.raises(ValueError, match=error):
+        """Without the error of JAX, which has the values of all arrays."""
+        with pytest.raises(ValueError, match=error) as caught:
             fz.resolve(other, spec)
+        assert caught.value.__context__ is None
 
     def test_a_callable_that_returns_one_bool(self, other):
         spec = lambda params: True  # noqa: E731
@@ -250,9 +252,7 @@ class TestMappingsForOtherContainers:
             assert [leaf.path for leaf in found.leaves] == [above + path for path in paths]
             assert found.selections[0].is_frozen
             assert found.selections[1].count == 1
-        with pytest.raises(
-            ValueError, match=r"fix: name the leaves by their paths: fz.rules\(\{'\w+': \.\.\., \.\.\.\}\)"
-        ):
+        with pytest.raises(ValueError, match=r"by their paths: fz.rules\(\{'\w+': \.\.\., '\w+': \.\.\.\}\)"):
             fz.resolve(params, {key: np.ones(2, bool) for key in spec})
 
     @pytest.mark.parametrize("container", [flax.core.freeze, nnx.State])

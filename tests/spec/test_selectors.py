@@ -245,6 +245,7 @@ class TestAlgebra:
         assert "head" & fz.path("**/bias") == fz.path("head") & fz.path("**/bias")
         assert fz.path("head") | ["a", "b"] == fz.path("head") | fz.path("a", "b")
         assert fz.all_except("head") == ~fz.path("head")
+        assert fz.all_except(["a", "b"]) == fz.all_except("a", "b")
 
     def test_an_empty_intersection_is_no_error(self, params):
         assert chosen(fz.path("head") & "encoder", params) == []
