@@ -1,7 +1,8 @@
-"""Learn ten digits from three labelled images of each, with a trained encoder: unfrozen, frozen, or precomputed.
+"""Learn ten digits from three images of each, on an encoder: unfrozen, frozen, or precomputed.
 
-The encoder learns from 1,000 images without labels (SimCLR). The learning rates of the unfrozen and the frozen run are
-tuned on validation images and other draws of labels. CPU seconds are of this process, without compilation.
+The encoder learns from 1,000 images without labels (SimCLR). The learning rates of the unfrozen and
+the frozen run are tuned on validation images and other draws of labels. CPU seconds are of this
+process, without compilation.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ FROZEN = "encoder"  # every parameter below this path
 
 
 def training(loss: Any, optimizer: Any, frozen: Any = FROZEN) -> Any:
-    """The optimizer of the trainable parameters, and a compiled step that computes gradients of these alone."""
+    """The optimizer of the trainable parameters, and a step that computes their gradients alone."""
     tx = fz.freeze(optimizer, frozen)
     return tx, jax.jit(fz.train_step(loss, tx))
 

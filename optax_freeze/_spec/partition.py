@@ -88,7 +88,8 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
 
     Example:
       >>> import optax_freeze as fz
-      >>> fz.combine({"encoder": optax.MaskedNode(), "head": 1.0}, {"encoder": 2.0, "head": optax.MaskedNode()})
+      >>> hole = optax.MaskedNode()
+      >>> fz.combine({"encoder": hole, "head": 1.0}, {"encoder": 2.0, "head": hole})
       {'encoder': 2.0, 'head': 1.0}
     """
     leaves, treedef = assemble(trainable, rest, put_part)
@@ -154,7 +155,10 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
     Example:
       >>> import optax_freeze as fz
       >>> params = {"encoder": jnp.float32(2), "head": jnp.float32(3)}
-      >>> grads = jax.grad(lambda p: (lambda q: q["encoder"] * q["head"])(fz.stop_gradient(p, "encoder")))(params)
+      >>> def loss(params):
+      ...     params = fz.stop_gradient(params, "encoder")
+      ...     return params["encoder"] * params["head"]
+      >>> grads = jax.grad(loss)(params)
       >>> float(grads["encoder"]), float(grads["head"])
       (0.0, 2.0)
     """
