@@ -31,7 +31,7 @@ class Perceptron(nn.Module):
 def training(model: nn.Module, loss: Any, images: jax.Array) -> tuple[Any, Any, Any]:
     """The mask of what a model freezes; L-BFGS of the rest, and a step with its line search."""
     frozen = frozen_mask(model, images)
-    tx = fz.freeze(optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(15)), frozen)
+    tx = fz.freeze(optax.lbfgs(), frozen)
     return frozen, tx, jax.jit(fz.train_step(loss, tx, extra_args=["value", "grad", "value_fn"]))
 
 

@@ -467,7 +467,7 @@ def _params(module: Any, frozen: Any, name: str) -> list[_Param]:
             what, at = "an NNX variable cannot be frozen in part", leaf.path
             expected = "True (frozen) or False for the whole parameter"
             got = "an element mask" if selection.in_part else f"{param.frozen} here, but not for all of it"
-            fix = "freeze parts in the optimizer: nnx.Optimizer(model, fz.freeze(tx, frozen), wrt=nnx.Param)"
+            fix = "freeze parts in the optimizer and the loss: fz.freeze(tx, frozen), fnnx.freeze_loss(loss, frozen)"
             raise value_error(what, at=at, got=got, expected=expected, fix=fix)
     return list(params.values())
 

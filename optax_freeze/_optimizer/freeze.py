@@ -181,7 +181,7 @@ def freeze(
         )
         plan = state.current_plan
         with saying_what_optax_calls():
-            inner_state = init_inner(transform(plan), plan.in_state, params)
+            inner_state = init_inner(transform(plan), plan.in_state, params, is_static=True)
         if plan.kept:
             kept.refuse_what_does_not_fit(plan, inner_state)
         return with_own_buffers(state._replace(inner_state=inner_state), params)

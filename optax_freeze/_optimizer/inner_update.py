@@ -228,10 +228,12 @@ def _parts_of(plan: Plan, updates: list[Any]) -> list[Any]:
     return plan.parts_of(updates)
 
 
-def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
+def init_inner(
+    tx: optax.GradientTransformation, plan: Plan, params: PyTree, *, is_static: bool = False
+) -> optax.OptState:
     """The state of an inner optimizer for the trainable part of the parameters."""
     trainable = _trainable(plan, params)
-    return stored_state(_init(tx, plan, trainable), plan, trainable)
+    return stored_state(_init(tx, plan, trainable, is_static), plan, trainable)
 
 
 def init_group(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
@@ -241,8 +243,8 @@ def init_group(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> 
     return without_others(stored_state(state, plan, trainable) if plan.variables else state, plan, trainable)
 
 
-def _init(tx: optax.GradientTransformation, plan: Plan, trainable: PyTree) -> optax.OptState:
-    return inside(Around(plan, _tree.flatten(trainable)[1]), init_of)(tx, trainable)
+def _init(tx: optax.GradientTransformation, plan: Plan, trainable: PyTree, is_static: bool = False) -> optax.OptState:
+    return inside(Around(plan, _tree.flatten(trainable)[1], is_static), init_of)(tx, trainable)
 
 
 def _trainable(plan: Plan, params: PyTree) -> PyTree:

@@ -28,6 +28,7 @@ class Around(NamedTuple):
 
     plan: Plan
     structure: Any
+    is_static: bool = False  # in `init` of `fz.freeze`: what the plan freezes never trains
 
 
 _AROUND: contextvars.ContextVar[Around | None] = contextvars.ContextVar("around", default=None)

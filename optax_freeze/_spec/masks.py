@@ -188,7 +188,7 @@ class Elements(MaskOperators):
             if self._broadcasts(leaf.shape or ()):
                 fix += f" jnp.broadcast_to(mask, leaf.shape); {rows}"
             else:
-                fix = rows if axis is not None else "compute it from the leaf: leaf < 0.1"
+                fix = rows if axis is not None else "mask = np.ones(leaf.shape, bool); mask[trains] = False"
             raise value_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
         if self.compact and self.count is None:
             what = "the elements of a compact mask cannot be counted"
@@ -315,7 +315,7 @@ def elements(array: Any, *, compact: bool = False) -> Elements:
     """
     if not is_array(array) or array.dtype != np.bool_:
         got, expected = described(array), "an array of bool, True where frozen"
-        fix = "compare: fz.elements(scores < threshold); for rows use fz.rows(...)"
+        fix = "np.array([True, False]); of indices, mask = np.zeros(shape, bool); mask[indices] = True"
         raise type_error("fz.elements takes a boolean array", at="fz.elements", got=got, expected=expected, fix=fix)
     count = int(array.size - np.count_nonzero(np.asarray(array))) if compact and is_concrete(array) else None
     return Elements(array, compact, count)

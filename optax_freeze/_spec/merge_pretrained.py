@@ -215,7 +215,7 @@ def _ignored(ignore: Any, given: Sequence[_Given], reasons: Mapping[int, str]) -
             what, at = f"ignore: {pattern!r} allows nothing", given[hits[0]].name
             got = f"{counted(len(hits), 'leaf', 'leaves')}, with a place in `params`"
             expected = "a leaf that is only in `pretrained`, or has another shape"
-            fix = "to train what was loaded, frozen & ~fz.path(pattern); not to load it, delete it from `pretrained`"
+            fix = "to train what was loaded, frozen & ~fz.path(pattern); else delete it here and in `pretrained`"
             raise value_error(what, at=at, got=got, expected=expected, fix=fix)
         found |= {i for i in hits if i in reasons}
     return found

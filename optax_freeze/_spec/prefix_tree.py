@@ -17,6 +17,7 @@ from optax_freeze._spec.patterns import literal
 from optax_freeze._spec.selector_algebra import Choice, Selector, ask_without_values
 from optax_freeze._spec.tree import Leaf, PyTree
 
+_FROM_THE_ROOT = "name paths from the root: ['params/encoder', 'batch_stats'], or fz.rules({'params/encoder': True})"
 _WRITTEN = 8  # at most this many rules are written out in an error
 
 
@@ -27,10 +28,10 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
         refuse_condition(choice, "frozen")
     try:
         subtrees = treedef.flatten_up_to(params)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError):
         other = _in_mappings_of(params, prefix)
         if _tree.flatten(other, _is_choice)[1] == treedef:
-            raise _no_fit(prefix, params) from error
+            raise _no_fit(prefix, params) from None  # JAX's error shows all values
         return from_prefix(other, params)
     answers: list[Choice] = []
     for choice, at, subtree in zip(choices, _prefix_paths(prefix), subtrees, strict=True):
@@ -122,10 +123,12 @@ def _no_fit(prefix: PyTree, params: PyTree) -> ValueError:
         fix = "an optimizer is not a spec; to wrap it, use fz.freeze(optimizer, frozen)"
     elif any(isinstance(choice, (str, Selector)) for choice in jax.tree.leaves(prefix, is_leaf=_is_choice)):
         fix = "combine patterns and selectors with |: fz.path('a') | fz.where(fn)"
+        if isinstance(prefix, Mapping):
+            fix = f"a tree cannot contain patterns; {_FROM_THE_ROOT}"
     elif not loose and _has_a_mapping_for_another(prefix, params):
         fix = f"name the leaves by their paths: {_as_rules(prefix, covers)}"
     elif bare and isinstance(prefix, Mapping) and any(not isinstance(choice, Mapping) for choice in prefix.values()):
-        fix = "to give only some of the paths, use patterns: fz.rules({'encoder/**': True}), or just 'encoder/**'"
+        fix = f"to give only some of the paths, use patterns: {_as_rules(prefix, covers)}"
     elif not covers:
         fix = "to freeze nothing, pass False"
     expected = f"the structure of the parameters or a prefix of it, in the same containers ({type(params).__name__})"
@@ -174,7 +177,7 @@ def as_choice(value: Any, at: str) -> Choice:
     fix = "True freezes a leaf, False trains it; fz.rows and fz.elements freeze part of a leaf"
     if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:
         kind = "a selector" if isinstance(value, Selector) else kind
-        fix = "a tree cannot contain labels or patterns; use fz.path('a') | fz.where(fn), or fz.rules({pattern: True})"
+        fix = f"a tree cannot contain labels or patterns; {_FROM_THE_ROOT}"
     elif isinstance(value, (set, frozenset)):
         fix = "unpack it: fz.path(*patterns)"
     elif callable(value):

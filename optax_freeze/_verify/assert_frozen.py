@@ -88,7 +88,7 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
         what = f"{len(moved)} of {len(olds)} frozen leaves changed"
         got = "bits that differ between `before` and `after`"
         expected = "the same bits in all frozen leaves and elements"
-        fix = "put the whole optimizer inside fz.freeze; fz.audit(params, frozen, tx) finds the cause"
+        fix = "fz.freeze around the whole optimizer (fz.audit finds leaks); for statistics linen.Frozen or fnnx.Frozen"
         by_jax = [is_converted(old) and dtype_in_jax(old.dtype) == new.dtype for _, (old, new, _), _ in moved]
         if any(by_jax):
             fix = AS_ARRAYS_OF_JAX if all(by_jax) else f"{AS_ARRAYS_OF_JAX}; {fix}"

@@ -329,6 +329,17 @@ def test_bad_groups(params, groups, error):
         fz.freeze_when(optax.sgd(0.1), groups).init(params)
 
 
+def test_a_group_that_freeze_around_it_freezes(params):
+    inner = fz.freeze_when(optax.sgd(0.1), {"encoder/layer_1": fz.unfreeze_at(3), fz.each("head/*"): True})
+    fz.freeze(inner, "encoder/layer_0").init(params)
+    for spec, path in (("encoder", "encoder/layer_1"), ("head", "head/")):
+        with pytest.raises(ValueError, match=rf"the group .* never trains\n  at: {path}(.|\n)*leave it out"):
+            fz.freeze(optax.chain(optax.clip(1.0), inner), spec).init(params)
+    by_label = {"a": inner, "b": inner}  # of a label, some groups have no leaves
+    labels = fz.labels_by_path({"encoder": "a"}, default="b")
+    fz.freeze(optax.multi_transform(by_label, labels), "encoder/layer_0").init(params)
+
+
 def test_a_mask_for_a_leaf_that_is_a_part_already():
     tx = fz.freeze(fz.freeze_when(optax.sgd(0.1), {"w": (fz.rows(0), True)}), fz.rules({"w": fz.rows(1)}))
     with pytest.raises(ValueError, match=r"cannot select elements of a Part\n  at: w"):
