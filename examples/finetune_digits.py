@@ -114,6 +114,8 @@ def report(runs: dict[str, Any]) -> Figure:
         for axis, (title, height) in zip(bars, heights.items(), strict=True):
             axis.bar_label(axis.bar(name, round(height, 1)))
             axis.set_title(title)
+            axis.margins(0.08, 0.1)
+            axis.tick_params("x", labelsize="small")
     axes.set(xlabel="CPU seconds", ylabel="held-out accuracy", ylim=(0.7, 0.9), title=f"{LABELS} labels per digit")
     axes.legend(loc="lower right")
     trees, curves, *_ = zip(*runs.values(), strict=True)

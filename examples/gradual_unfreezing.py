@@ -127,10 +127,11 @@ def main() -> None:
         axes.plot(accuracies, style, label=name)
     for i, layer in enumerate(LAYERS):
         axes.axvline(i * args.epochs, color="gray", linewidth=0.5)
-        axes.text(i * args.epochs, 1, f" {layer} thaws", va="top", transform=axes.get_xaxis_transform())
+        axes.text(i * args.epochs, 0.98, f" {layer} thaws", va="top", transform=axes.get_xaxis_transform())
     axes.set(xlabel="epochs", ylabel="held-out accuracy", ylim=(None, 1.07))
     axes.legend(loc="lower right")
     bars.bar_label(bars.bar(LAYERS, costs[1]), fmt="%.1f")
+    bars.margins(y=0.1)
     bars.set(title="static phases", xlabel="layer that thaws", ylabel="MFLOP of a step")
     figure.savefig(args.picture, dpi=100)
 

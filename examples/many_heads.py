@@ -132,6 +132,7 @@ def main() -> None:
         heights = {f"{RUNS} runs": measured["heads"]["separate"], "together": measured["heads"]["together"]}
         axis.bar_label(axis.bar([*heights], [round(each[column] / 1e6, 1) for each in heights.values()]))
         axis.set_title(title)
+        axis.margins(y=0.1)
     figure.savefig(args.picture, dpi=100)
 
 
