@@ -18,6 +18,7 @@ from optax_freeze._gradient.dense_gradient import value_and_grad_of_plan
 from optax_freeze._gradient.group_gradients import value_and_grad_of_groups
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import GroupSpec
+from optax_freeze._spec.masks import ElementMask
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.resolve import Spec, make_plan
@@ -60,7 +61,8 @@ def restrict(fun: Callable[P, T], rest: PyTree) -> Callable[P, T]:
       >>> jax.grad(fz.restrict(loss, rest))(trainable, 1.0)
       {'encoder': MaskedNode(), 'head': Array(24., dtype=float32)}
     """
-    if isinstance(rest, (bool, str, Selector)) or not callable(fun):
+    is_of_spec = lambda node: isinstance(node, ElementMask | Selector)  # noqa: E731
+    if isinstance(rest, (bool, str)) or any(map(is_of_spec, jax.tree.leaves(rest, is_of_spec))) or not callable(fun):
         raise type_error(
             "fz.restrict takes a function and the second output of fz.partition",
             at="its arguments",

@@ -78,8 +78,9 @@ def labels_by_path(labels: Mapping[Any, Hashable], *, default: Hashable | None =
         found = [default if n is None else words[n] for n in first]
         if None in found:
             at = leaves[found.index(None)].path
-            got, fix = f"none of the patterns {list(labels)}", "give a default: fz.labels_by_path({...}, default=label)"
-            raise value_error("a leaf has no label", at=at, got=got, expected="a label for each leaf", fix=fix)
+            got, expected = f"none of the patterns {list(labels)}", "a label for each leaf, also for frozen ones"
+            fix = "give a default: fz.labels_by_path({...}, default=label)"
+            raise value_error("a leaf has no label", at=at, got=got, expected=expected, fix=fix)
         return jax.tree.unflatten(_tree.flatten(params)[1], found)
 
     return label_fn

@@ -37,7 +37,8 @@ def partition(params: Tree, frozen: Spec, *, as_arrays: bool = False, tied: Tied
     Returns:
       ``(trainable, rest)``: trees with the structure of ``params`` and ``optax.MaskedNode()`` in place of a leaf that
       is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``, as a
-      :class:`optax_freeze.Part`, and the full array in ``rest``. Leaves that cannot train are in ``rest``.
+      :class:`optax_freeze.Part`, and the full array in ``rest``, with its mask (so map a tree before you partition
+      it, and not ``rest``). Leaves that cannot train are in ``rest``.
 
     Raises:
       ValueError: if the spec does not fit the parameters, or if leaves are tied as described above.
