@@ -191,8 +191,8 @@ _BY_FILE = {
     ],
     ("_optimizer/inner_update.py", "tests/test_nnx.py"): [
         (
-            "return stored_state(_init(tx, plan, trainable), plan, trainable)",
-            "return _init(tx, plan, trainable)",
+            "return stored_state(_init(tx, plan, trainable, is_static), plan, trainable)",
+            "return _init(tx, plan, trainable, is_static)",
             _VARIABLES,
         ),
         ("return as_before(state, self.stored, self.state, self.plan)", "return state", _VARIABLES),
