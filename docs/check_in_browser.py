@@ -1,6 +1,6 @@
 """Checks the built documentation in a browser: ``make docs-check``.
 
-Chromium opens every page at a width of 1400 pixels, in light and dark. The check fails if a code block or a table is
+Chromium opens every page at a width of 1280 pixels, in light and dark. The check fails if a code block or a table is
 clipped, if an image or a link within the pages is missing, or if a page is wider than the window. Screenshots of some
 pages are left beside the HTML, in ``screenshots``, for people to look at.
 
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 
-WIDTH, HEIGHT = 1400, 1600
+WIDTH, HEIGHT = 1280, 1600
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SHOWN = ("index", "quickstart", "fine_tuning", "specs", "checks", "lisa", "performance", "api")
 

@@ -246,6 +246,11 @@ def without_overloads(analyze):
     return analyze_and_forget
 
 
+def break_names(app, pagename, templatename, context, doctree):
+    """Names in the contents of a page may go on in the next line behind an underscore."""
+    context["toc"] = re.sub(r">[^<]+", lambda text: text[0].replace("_", "_<wbr>"), context.get("toc", ""))
+
+
 def setup(app):
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
     app.add_transform(NamesAreLinks)
@@ -255,3 +260,4 @@ def setup(app):
     app.connect("source-read", describe_what_is_listed)
     app.connect("autodoc-process-signature", types_as_written)
     app.connect("missing-reference", link_a_type)
+    app.connect("html-page-context", break_names, priority=400)  # before the theme reads it

@@ -87,7 +87,7 @@ def bars(axes: Axes, values: list[tuple[str, float]], texts: list[str] | None = 
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.3)
+    axes.margins(x=0.45)
 
 
 def draw_memory() -> Figure:

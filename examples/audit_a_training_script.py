@@ -1,9 +1,9 @@
-"""Find the leaks of an optimizer that is meant to freeze the encoder of an Equinox model, and fix them.
+"""Find the leaks of an optimizer that should freeze the encoder of an Equinox model, and fix them.
 
-The optimizer is a common one: a chain that clips, sets the gradients of frozen parameters to zero, and calls AdamW. It
-looks correct and trains well, but it leaks in four ways. ``fz.audit`` finds them by running the chain on made-up
-gradients, without the model or the data. Both optimizers then train on scikit-learn's digits, and the bits of the
-encoder are compared.
+The optimizer is a common one: a chain that clips, sets the gradients of frozen parameters to zero,
+and calls AdamW. It looks correct and trains well, but it leaks in four ways. ``fz.audit`` finds
+them by running the chain on made-up gradients, without the model or the data. Both optimizers then
+train on scikit-learn's digits, and the bits of the encoder are compared.
 
 Run with ``python examples/audit_a_training_script.py``.
 """
@@ -24,13 +24,15 @@ def as_found(model: Any) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(1.0),  # 1: the norm includes frozen gradients
         optax.masked(optax.set_to_zero(), frozen),  # too early: AdamW still moves frozen parameters
-        optax.adamw(3e-3, weight_decay=1e-2),  # 2, 3 and 4: holds moments for the encoder, moves it by them, decays it
+        # 2, 3 and 4: holds moments for the encoder, moves it by them, decays it
+        optax.adamw(3e-3, weight_decay=1e-2),
     )
 
 
 def fixed() -> optax.GradientTransformation:
     """The same steps, inside ``fz.freeze``."""
-    return fz.freeze(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=1e-2)), FROZEN)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=1e-2))
+    return fz.freeze(tx, FROZEN)
 
 
 def passes(tx: optax.GradientTransformation, model: Any) -> bool:

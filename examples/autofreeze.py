@@ -1,10 +1,11 @@
-"""Layers that freeze as their gradients settle (AutoFreeze, GradES), and then run once for all epochs (Egeria).
+"""Freeze layers as their gradients settle (AutoFreeze, GradES), and run these only once (Egeria).
 
-A net learns the digits 0 to 4, and then all ten. In the second training, its layers freeze from the input end as their
-gradients settle: ``fz.freeze_converged`` decides every two epochs, and the step, compiled once, computes no gradients
-of frozen layers. A third training adds ``fz.precompute``: whenever more layers freeze, their outputs are computed for
-the whole data set, and the steps start from these outputs. In a fourth, each matrix freezes for good by its own
-gradient (GradES, Wen et al., 2025); the threshold is a share of the mean norm of the matrix's gradients so far.
+A net learns the digits 0 to 4, and then all ten. In the second training, its layers freeze from the
+input end: ``fz.freeze_converged`` decides every two epochs, and the step, compiled once, computes
+no gradients of frozen layers. A third adds ``fz.precompute``: whenever more layers freeze, their
+outputs are computed for the whole data set, and the steps start from these. In a fourth, each
+matrix freezes for good by its own gradient (GradES, Wen et al., 2025), below a share of the mean
+norm of its gradients so far.
 """
 
 from typing import Any
@@ -16,20 +17,20 @@ import optax_freeze as fz
 
 
 def autofreeze(adam: Any, layers: list[str], interval: int) -> optax.GradientTransformation:
-    """An optimizer that decides every ``interval`` steps which layers freeze; they are named from the input end."""
+    """An optimizer that decides every ``interval`` steps which layers freeze: the first ones."""
     return fz.freeze_when(adam, fz.freeze_converged(layers, every=interval))
 
 
 def grades(adam: Any, share: float, grace: int) -> optax.GradientTransformation:
-    """An optimizer that freezes each matrix whose gradient falls below a share of its mean norm, after some steps."""
-    settles = lambda step, stats: (step >= grace) & (stats.norm * stats.updates < share * stats.total)  # noqa: E731
+    """An optimizer that freezes each matrix whose gradient falls below a share of its mean norm."""
+    settles = lambda step, its: (step >= grace) & (its.norm * its.updates < share * its.total)
     return fz.freeze_when(adam, {fz.each("**/kernel"): settles})
 
 
 def run_once(loss: Any, layers: tuple[str, ...], params: Any, data: Any) -> tuple[Any, Any]:
-    """Runs layers that ``fz.currently_frozen`` names for all examples; returns inputs and the loss that takes them."""
+    """Runs the frozen layers for all examples; returns inputs and the loss that takes them."""
     once = fz.precompute(loss, layers, example_axis=0)
-    after = lambda params, *batch: once.after(fz.stop_gradient(params, layers), *batch)  # noqa: E731
+    after = lambda params, *batch: once.after(fz.stop_gradient(params, layers), *batch)
     return (jax.jit(once.before)(params, *data), *data), after
 
 
@@ -103,7 +104,7 @@ def main() -> None:
     assert history == same_history
     np.testing.assert_allclose(same_losses, losses, rtol=1e-2, atol=1e-4)
 
-    mflop = lambda f, *args: (jax.jit(f).lower(*args).compile().cost_analysis() or {})["flops"] / 1e6  # noqa: E731
+    mflop = lambda f, *args: (jax.jit(f).lower(*args).compile().cost_analysis() or {})["flops"] / 1e6
     of_step = functools.cache(lambda *frozen: mflop(fz.value_and_grad(loss, frozen or False), params, *batch))
     by_epoch = [[of_step(*frozen) for frozen in each] for each in ([()] * args.epochs, history, history, by_matrix)]
     steps, first = Table("from epoch", "frozen", *list(runs)[1:3], title="MFLOP of a step"), np.zeros(4)
@@ -111,9 +112,8 @@ def main() -> None:
         by_epoch[2][epoch] = by_epoch[2][max(0, epoch - 1)]
         if frozen and frozen not in history[:epoch]:
             once = fz.precompute(loss, frozen, example_axis=0)
-            by_epoch[2][epoch] = mflop(
-                fz.value_and_grad(once.after, frozen), params, once.before(params, *batch), *batch
-            )
+            after, inputs = fz.value_and_grad(once.after, frozen), once.before(params, *batch)
+            by_epoch[2][epoch] = mflop(after, params, inputs, *batch)
             first[2] += batches * mflop(once.before, params, *batch)
         if frozen not in history[:epoch]:
             steps.add_row(str(epoch), ", ".join(frozen) or "nothing", *(f"{each[epoch]:.1f}" for each in by_epoch[1:3]))

@@ -1,9 +1,10 @@
 """Fine-tune a model whose frozen weights do not fit on the chips: they stay in the host's memory.
 
-The last block, the norm and the head of a decoder of Llama 3's shape train. First comes a plan, made from shapes alone:
-the memory per chip with and without ``fz.offload``, for 8B, 70B and 405B. Then a small decoder trains twice, with its
-blocks on the device and in the host's memory: losses and parameters are equal up to rounding. If the ``libtpu`` package
-is installed, the TPU compiler confirms the size of these blocks on the host.
+The last block, the norm and the head of a decoder of Llama 3's shape train. First comes a plan,
+made from shapes alone: the memory per chip with and without ``fz.offload``, for 8B, 70B and 405B.
+Then a small decoder trains twice, with its blocks on the device and in the host's memory: losses
+and parameters are equal up to rounding. If the ``libtpu`` package is installed, the TPU compiler
+confirms the size of these blocks on the host.
 
 Run with ``python examples/finetune_beyond_memory.py``.
 """
@@ -24,7 +25,7 @@ def on_host(params: Any, min_bytes: int = 2**20) -> Any:
 
 
 def train(loss: Any, params: Any, batches: Any) -> tuple[Any, list[jax.Array]]:
-    """The parameters after a step on each batch, and the losses; a block comes to the device when a step needs it."""
+    """Trains, one step a batch; a block comes to the device when a step needs it."""
     (trainable, rest), tx = fz.partition(params, FROZEN), optax.adamw(1e-3)
 
     @jax.jit
@@ -100,7 +101,7 @@ def by_tpu_compiler(params: Any) -> str:
     chip = SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0])
     params = on_host(jax.tree.map(lambda x: x.update(sharding=chip), params), min_bytes=0)
     # JAX traces a shape as if its array were on the device.
-    host = lambda p: {**p, "blocks": jax.device_put(p["blocks"], jax.memory.Space.Host)}  # noqa: E731
+    host = lambda p: {**p, "blocks": jax.device_put(p["blocks"], jax.memory.Space.Host)}
     grads = jax.jit(lambda p, tokens: fz.grad(loss, FROZEN)(host(p), tokens))
     memory: Any = grads.lower(params, jax.ShapeDtypeStruct((1, 33), "int32", sharding=chip)).compile().memory_analysis()
     return f"{memory.host_argument_size_in_bytes:,}"

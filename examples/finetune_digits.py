@@ -1,7 +1,8 @@
-"""Learn ten digits from three labelled images of each, with a trained encoder: unfrozen, frozen, or precomputed.
+"""Learn ten digits from three images of each, on an encoder: unfrozen, frozen, or precomputed.
 
-The encoder learns from 1,000 images without labels (SimCLR). The learning rates of the unfrozen and the frozen run are
-tuned on validation images and other draws of labels. CPU seconds are of this process, without compilation.
+The encoder learns from 1,000 images without labels (SimCLR). The learning rates of the unfrozen and
+the frozen run are tuned on validation images and other draws of labels. CPU seconds are of this
+process, without compilation.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ FROZEN = "encoder"  # every parameter below this path
 
 
 def training(loss: Any, optimizer: Any, frozen: Any = FROZEN) -> Any:
-    """The optimizer of the trainable parameters, and a compiled step that computes gradients of these alone."""
+    """The optimizer of the trainable parameters, and a step that computes their gradients alone."""
     tx = fz.freeze(optimizer, frozen)
     return tx, jax.jit(fz.train_step(loss, tx))
 
@@ -113,6 +114,8 @@ def report(runs: dict[str, Any]) -> Figure:
         for axis, (title, height) in zip(bars, heights.items(), strict=True):
             axis.bar_label(axis.bar(name, round(height, 1)))
             axis.set_title(title)
+            axis.margins(0.08, 0.1)
+            axis.tick_params("x", labelsize="small")
     axes.set(xlabel="CPU seconds", ylabel="held-out accuracy", ylim=(0.7, 0.9), title=f"{LABELS} labels per digit")
     axes.legend(loc="lower right")
     trees, curves, *_ = zip(*runs.values(), strict=True)

@@ -1,8 +1,9 @@
-"""Put a new head on a trained Flax Linen backbone with batch normalization, and freeze the backbone where it is built.
+"""Put a new head on a trained Linen backbone with BatchNorm, and freeze it where it is built.
 
-A small convolutional net learns scikit-learn's digits 0 to 4. Its backbone then gets a head for all ten digits, and
-only the head trains, in two ways: with ``Frozen`` around the backbone, and with the parameters frozen by the optimizer
-alone. In the second, the running statistics still move, and with them the backbone's features of the old digits.
+A small convolutional net learns scikit-learn's digits 0 to 4. Its backbone then gets a head for all
+ten digits, and only the head trains, in two ways: with ``Frozen`` around the backbone, and with the
+parameters frozen by the optimizer alone. In the second, the running statistics still move, and with
+them the backbone's features of the old digits.
 
 Run with ``python examples/freeze_a_backbone_linen.py``.
 """
@@ -20,13 +21,13 @@ TX = optax.adamw(3e-3)
 
 
 def freeze_backbone(model: Any, images: Any) -> tuple[nn.Module, Any]:
-    """The model with a frozen backbone, parameters and statistics, and the mask of frozen parameters."""
+    """The model with a frozen backbone, parameters and statistics, and the mask of parameters."""
     model = model.clone(backbone=Frozen(model.backbone))
     return model, frozen_mask(model, images, train=True)
 
 
 def training(loss: Any, frozen: Any) -> tuple[Any, Any]:
-    """An optimizer and a step for ``loss(params, stats, *batch)``, which returns the new statistics as well."""
+    """An optimizer and a step for ``loss(params, stats, *batch)``, which returns new statistics."""
     tx = fz.freeze(TX, frozen)
     return tx, jax.jit(fz.train_step(loss, tx, has_aux=True))
 

@@ -1,11 +1,12 @@
-"""Freeze a sharded backbone with batch normalization in Flax NNX: only its parameters, or its statistics as well.
+"""Freeze a sharded NNX backbone with BatchNorm: its parameters only, or its statistics as well.
 
-The backbone learns to tell the handwritten digits 0 to 4 apart. Then a new head learns all ten digits on it, in three
-ways: the backbone trains as well; ``fnnx.freeze`` freezes its parameters, but its running statistics still move;
-``fnnx.Frozen`` freezes both. Kernels, their moments and the batches are divided over the devices.
+The backbone learns to tell the handwritten digits 0 to 4 apart. Then a new head learns all ten
+digits on it, in three ways: the backbone trains as well; ``fnnx.freeze`` freezes its parameters,
+but its running statistics still move; ``fnnx.Frozen`` freezes both. Kernels, their moments and the
+batches are divided over the devices.
 
-Run with ``python examples/freeze_a_backbone_nnx.py``; ``--epochs 4`` for a quick look. For eight devices on a CPU, set
-``XLA_FLAGS=--xla_force_host_platform_device_count=8 NPROC=32``.
+Run with ``python examples/freeze_a_backbone_nnx.py``; ``--epochs 4`` for a quick look. For eight
+devices on a CPU, set ``XLA_FLAGS=--xla_force_host_platform_device_count=8 NPROC=32``.
 """
 
 from typing import Any
@@ -17,11 +18,15 @@ from flax import nnx
 import optax_freeze as fz
 import optax_freeze.nnx as fnnx
 
-WAYS = {"everything trains": lambda x: x, "fnnx.freeze": lambda x: fnnx.freeze(x, True), "fnnx.Frozen": fnnx.Frozen}
+WAYS = {
+    "everything trains": lambda backbone: backbone,
+    "fnnx.freeze": lambda backbone: fnnx.freeze(backbone, True),
+    "fnnx.Frozen": fnnx.Frozen,
+}
 
 
 def optimizer_of(model: nnx.Module) -> nnx.Optimizer:
-    """AdamW of the trainable parameters, its state sharded as they are: frozen ones are not of type ``nnx.Param``."""
+    """AdamW of the trainable parameters, the ``nnx.Param``s; its state is sharded as they are."""
     params, tx = nnx.state(model, nnx.Param), optax.adamw(3e-3)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     state = jax.jit(tx.init, out_shardings=fz.state_shardings(tx, params))(params)
@@ -107,10 +112,8 @@ def moved_bits(before: nnx.Module, after: nnx.Module, kind: Any) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20, help="epochs of each of the four trainings")
+    parser.add_argument("--epochs", type=int, default=20, choices=range(1, 1001), metavar="N", help="1 to 1000")
     epochs = parser.parse_args().epochs
-    if epochs < 1:
-        parser.error(f"--epochs: got {epochs}, expected at least 1")
 
     pixels, digits = map(np.asarray, load_digits(return_X_y=True))
     pixels = (pixels / 16.0).reshape(-1, 8, 8, 1).astype(np.float32)

@@ -1,9 +1,10 @@
 """One training routine for three models, each of which declares what it freezes.
 
-A perceptron with a frozen first layer, a stack of scanned layers with a frozen embedding, and a convolutional net in
-which only the biases and the head train. The routine knows none of these architectures: it asks ``frozen_mask`` which
-parameters a model freezes, and trains the others with L-BFGS, each step on the same 500 of scikit-learn's digits. The
-differences that L-BFGS stores, ten of parameters and ten of gradients, are those of trainable parameters.
+A perceptron with a frozen first layer, a stack of scanned layers with a frozen embedding, and a
+convolutional net in which only the biases and the head train. The routine knows none of these
+architectures: it asks ``frozen_mask`` which parameters a model freezes, and trains the others with
+L-BFGS, each step on the same 500 of scikit-learn's digits. The differences that L-BFGS stores, ten
+of parameters and ten of gradients, are those of trainable parameters.
 
 Run with ``python examples/freeze_at_construction.py``.
 """
@@ -28,7 +29,7 @@ class Perceptron(nn.Module):
 
 
 def training(model: nn.Module, loss: Any, images: jax.Array) -> tuple[Any, Any, Any]:
-    """The parameters that a model freezes, as a mask; L-BFGS of the others, and a step with its line search."""
+    """The mask of what a model freezes; L-BFGS of the rest, and a step with its line search."""
     frozen = frozen_mask(model, images)
     tx = fz.freeze(optax.lbfgs(), frozen)
     return frozen, tx, jax.jit(fz.train_step(loss, tx, extra_args=["value", "grad", "value_fn"]))
@@ -78,14 +79,15 @@ class Convolutions(nn.Module):
 def train(model: nn.Module, data: Any, steps: int) -> tuple[Any, Any, Any, int]:
     """The mask of frozen parameters, the parameters before and after training, and the bytes of the optimizer state."""
     images, labels = data
-    params = before = model.init(jax.random.key(0), images[:1])["params"]
+    params = before = jax.jit(model.init)(jax.random.key(0), images[:1])["params"]
 
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         logits = jnp.asarray(model.apply({"params": params}, images))
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     frozen, tx, step = training(model, loss, images[:1])
-    state = jax.jit(tx.init)(params)
+    # Optax's first state of a line search has weakly typed numbers, with which the second step would compile again.
+    state = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), tx.init(params)))(params)
     for _ in track(range(steps), type(model).__name__):
         params, state, _ = step(params, state, images, labels)
     return frozen, before, params, sum(leaf.nbytes for leaf in jax.tree.leaves(state))

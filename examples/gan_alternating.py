@@ -1,9 +1,9 @@
-"""Train a generative adversarial network: two networks that freeze in turn, in one compiled program.
+"""Train a generative adversarial network: two networks freeze in turn, in one compiled program.
 
-The data are eight Gaussians around a circle. A generator learns to place points where the data has them, and a
-discriminator to tell the two apart. Each has its own loss. ``fz.freeze_when`` with ``fz.alternate`` freezes one network
-while the other trains: its bits, and the moments and the count of its Adam, stay the same, and nothing is compiled
-again.
+The data are eight Gaussians around a circle. A generator learns to place points where the data has
+them, and a discriminator to tell the two apart. Each has its own loss. ``fz.freeze_when`` with
+``fz.alternate`` freezes one network while the other trains: its bits, and the moments and the count
+of its Adam, stay the same, and nothing is compiled again.
 
 Run with ``python examples/gan_alternating.py``; it draws ``gan_alternating.png``.
 """
@@ -20,15 +20,18 @@ GROUPS = {"generator": fz.alternate(TURN), "discriminator": fz.alternate(TURN, o
 
 
 def training(adam: Any, losses: Any) -> tuple[Any, Any]:
-    """An Adam for each network, and a step for the one that trains now; ``losses`` returns both losses."""
+    """An Adam for each network, and a step for the one that trains now; ``losses`` returns both."""
     tx = fz.freeze_when(adam, GROUPS)
 
     def loss(params: Any, frozen: Any, key: jax.Array) -> jax.Array:
         of_generator, of_discriminator = losses(params, key)
         return jnp.where(frozen["generator"], of_discriminator, of_generator)
 
-    step = fz.train_step(loss, tx)
-    return tx, jax.jit(lambda params, state, key: step(params, state, fz.currently_frozen(state), key))
+    @jax.jit
+    def step(params: Any, state: Any, key: jax.Array) -> Any:
+        return fz.train_step(loss, tx)(params, state, fz.currently_frozen(state), key)
+
+    return tx, step
 
 
 # %%

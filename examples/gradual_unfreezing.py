@@ -1,9 +1,9 @@
 """Unfreeze a classifier of handwritten digits layer by layer: in one program, and in static phases.
 
-A small net learns the digits 0 to 4, and then all ten, unfrozen layer by layer from the output end. The same schedule
-runs twice: with ``fz.freeze_when``, compiled once, and in phases with ``fz.freeze`` and ``fz.migrate``, each with a
-program of its own. Both use the same step, which computes no gradients of frozen layers. The runs differ once a second
-layer thaws.
+A small net learns the digits 0 to 4, and then all ten, unfrozen layer by layer from the output end.
+The same schedule runs twice: with ``fz.freeze_when``, compiled once, and in phases with
+``fz.freeze`` and ``fz.migrate``, each with a program of its own. Both use the same step, which
+computes no gradients of frozen layers. The runs differ once a second layer thaws.
 
 Run with ``python examples/gradual_unfreezing.py``; it draws ``gradual_unfreezing.png``.
 """
@@ -19,14 +19,15 @@ LAYERS, ADAM = ["head", "hidden_1", "hidden_0"], optax.adam(1e-3)  # from the ou
 
 
 def plans(steps: int) -> dict[str, list[Any]]:
-    """The optimizer of each phase, which has ``steps`` steps: the same one for all phases, or one for each."""
+    """The optimizer of each phase of ``steps`` steps: the same one for all, or one for each."""
     one_program = fz.freeze_when(ADAM, fz.gradual_unfreeze(LAYERS, steps))
     specs = [*(fz.all_except(*LAYERS[:count]) for count in range(1, len(LAYERS))), False]
-    return {"one program": [one_program] * len(LAYERS), "static phases": [fz.freeze(ADAM, spec) for spec in specs]}
+    static = [fz.freeze(ADAM, spec) for spec in specs]
+    return {"one program": [one_program] * len(LAYERS), "static phases": static}
 
 
 def next_state(tx: Any, state: Any, params: Any) -> Any:
-    """The optimizer state at the start of a static phase: the moments of layers that trained before are kept."""
+    """The state at the start of a static phase: layers that trained before keep their moments."""
     return tx.init(params) if state is None else fz.migrate(state, tx, params)
 
 
@@ -106,7 +107,7 @@ def main() -> None:
             params, state, _ = step(params, state, *batch)
 
     every, logits_of = args.epochs * len(epochs[0]), jax.jit(lambda p: Classifier().apply({"params": p}, test_images))
-    accuracy_of = lambda params: np.mean(logits_of(params).argmax(-1) == test_labels)  # noqa: E731
+    accuracy_of = lambda params: np.mean(logits_of(params).argmax(-1) == test_labels)
     runs = {name: unfreeze(name, params, epochs, plan, accuracy_of) for name, plan in plans(every).items()}
     table = Table("", *runs, title=f"{' -> '.join(LAYERS)}, one more every {every} steps")
     table.add_row("compilations", *(str(len(programs)) for programs, _, _ in runs.values()))
@@ -126,10 +127,11 @@ def main() -> None:
         axes.plot(accuracies, style, label=name)
     for i, layer in enumerate(LAYERS):
         axes.axvline(i * args.epochs, color="gray", linewidth=0.5)
-        axes.text(i * args.epochs, 1, f" {layer} thaws", va="top", transform=axes.get_xaxis_transform())
+        axes.text(i * args.epochs, 0.98, f" {layer} thaws", va="top", transform=axes.get_xaxis_transform())
     axes.set(xlabel="epochs", ylabel="held-out accuracy", ylim=(None, 1.07))
     axes.legend(loc="lower right")
     bars.bar_label(bars.bar(LAYERS, costs[1]), fmt="%.1f")
+    bars.margins(y=0.1)
     bars.set(title="static phases", xlabel="layer that thaws", ylabel="MFLOP of a step")
     figure.savefig(args.picture, dpi=100)
 

@@ -1,8 +1,9 @@
-"""Train the last two layers of a scanned transformer: the model does not change, and the frozen layers cost nothing.
+"""Train the last two layers of a scanned transformer, without a change of the model.
 
-A causal transformer over bytes scans its eight layers, whose parameters are stacked: ``layers/qkv`` is one array of
-shape (8, ...). It learns NumPy's docstrings. Then its last two layers, the norm and the head continue to train, on
-Python's own documentation. With JAX alone, the gradient would be that of the whole stack.
+A causal transformer over bytes scans its eight layers, whose parameters are stacked: ``layers/qkv``
+is one array of shape (8, ...). It learns NumPy's docstrings. Then its last two layers, the norm and
+the head continue to train, on Python's own documentation. With JAX alone, the gradient would be
+that of the whole stack; here the frozen layers have none.
 
 Run with ``python examples/last_layers_of_a_scanned_transformer.py``.
 """

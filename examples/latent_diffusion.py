@@ -1,8 +1,9 @@
-"""Train a diffusion model in the latent space of a frozen VAE whose encoder runs once: its mean and spread are stored.
+"""Train a diffusion model in the latent space of a frozen VAE, whose encoder runs only once.
 
-A VAE learns rotated digits. A denoiser (flow matching) then learns to generate their latents, twice with the same loss:
-with the encoder in every step, and with features on disk, computed once for three rotations of each image. Each epoch
-draws one rotation of each image and samples the latents anew.
+A VAE learns rotated digits. A denoiser (flow matching) then learns to generate their latents, twice
+with the same loss: with the encoder in every step, and with its mean and spread on disk, computed
+once for three rotations of each image. Each epoch draws one rotation of each image and samples the
+latents anew.
 """
 
 from typing import Any
@@ -16,9 +17,10 @@ FROZEN = fz.all_except("denoiser")  # all other parameters
 
 
 def store(directory: str, loss: Any, params: Any, batches: Any, *others: Any) -> Any:
-    """Stores the mean and the spread, since the key of the loss does not recur. A batch is a list of its variants."""
+    """Stores mean and spread; the loss's key does not recur. A batch is a list of its variants."""
     once = fz.precompute(loss, FROZEN, recurring="images", example_axis=0)
-    features.write(directory, once, params, batches, *others, variants=len(batches[0]), progress=False)
+    variants = len(batches[0])
+    features.write(directory, once, params, batches, *others, variants=variants, progress=False)
     return once, features.read(directory, once, params)
 
 
@@ -101,7 +103,7 @@ def main() -> None:
     turned = [rotate(pixels.reshape(-1, 8, 8) / 16, angle, (1, 2), reshape=False, order=1) for angle in (-12, 0, 12)]
     views = np.stack(turned).reshape(3, -1, 64).astype(np.float32)
     params = {name: jax.jit(net.init)(KEY, np.ones((1, INPUTS[name]))) for name, net in NETS.items()}
-    of_vae = lambda epoch, chosen: (views[epoch % 3, chosen], labels[chosen])  # noqa: E731
+    of_vae = lambda epoch, chosen: (views[epoch % 3, chosen], labels[chosen])
     params, *_ = train(params, training(loss_of_vae, ADAM, "denoiser"), of_vae, len(labels), args.epochs)
 
     with tempfile.TemporaryDirectory() as directory:
@@ -109,9 +111,9 @@ def main() -> None:
         once, stored = store(directory, loss, params, batches, *example)
         print(once.explain(params, batches[0][0], *example), stored, sep="\n")
         image = jax.ShapeDtypeStruct((BATCH, 64), jnp.float32)  # not read
-        after = lambda params, stored, *others: once.after(params, stored, image, *others)  # noqa: E731
-        of_views = lambda epoch, chosen: (views[stored.epoch(epoch).drawn(chosen), chosen], labels[chosen])  # noqa: E731
-        of_stored = lambda epoch, chosen: (stored.epoch(epoch)[chosen], labels[chosen])  # noqa: E731
+        after = lambda params, stored, *others: once.after(params, stored, image, *others)
+        of_views = lambda epoch, chosen: (views[stored.epoch(epoch).drawn(chosen), chosen], labels[chosen])
+        of_stored = lambda epoch, chosen: (stored.epoch(epoch)[chosen], labels[chosen])
         needed = once.needed(params, image, *example)
         in_each_step = train(params, training(loss, ADAM), of_views, len(labels), args.epochs)
         on_features = train(needed, training(after, ADAM), of_stored, len(labels), args.epochs)

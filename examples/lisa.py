@@ -1,8 +1,9 @@
 """LISA: train two layers of a stack at a time, others every few steps, in one compiled program.
 
-A causal transformer over bytes scans its eight layers. It has learned from NumPy's docstrings and goes on with Python's
-own documentation: by AdamW of everything, by LISA (Pan et al., 2024: two random layers, others every ten steps, with
-embedding, norm and head), and with its last two layers alone. LISA and the last two layers need the same memory.
+A causal transformer over bytes scans its eight layers. It has learned from NumPy's docstrings and
+goes on with Python's own documentation: by AdamW of everything, by LISA (Pan et al., 2024: two
+random layers, others every ten steps, with embedding, norm and head), and with its last two layers
+alone. LISA and the last two layers need the same memory.
 """
 
 from typing import Any
@@ -13,11 +14,12 @@ import optax
 import optax_freeze as fz
 
 LAYERS, TRAIN = 8, 2  # layers of the stack, and how many of them train at a time
-ANY_TWO = {"embed": False, "layers": ~fz.rows(jax.numpy.arange(TRAIN)), "norm": False, "head": False}
+TWO = ~fz.rows(jax.numpy.arange(TRAIN))  # an array: which ones is data
+ANY_TWO = {"embed": False, "layers": TWO, "norm": False, "head": False}
 
 
 def training(loss: Any, optimizer: Any, frozen: Any = ANY_TWO) -> Any:
-    """An optimizer that counts the steps of the layers apart, and a step that reads from its state which ones train."""
+    """An optimizer that counts the steps of the layers apart, and a step of those in its state."""
     labels = {name: name == "layers" for name in ANY_TWO}
     inner = optax.multi_transform({True: optimizer, False: optimizer}, labels)
     tx = fz.freeze(inner, frozen)
@@ -26,7 +28,8 @@ def training(loss: Any, optimizer: Any, frozen: Any = ANY_TWO) -> Any:
 
 def choose_layers(state: Any, tx: Any, params: Any, key: Any) -> Any:
     """The state in which other layers train."""
-    return fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(jax.random.permutation(key, LAYERS)[:TRAIN])})
+    chosen = jax.random.permutation(key, LAYERS)[:TRAIN]
+    return fz.replace_masks(state, tx, params, {"layers/**": ~fz.rows(chosen)})
 
 
 # %%
@@ -47,7 +50,7 @@ LAST_TWO = {"embed": True, "layers": fz.rows(slice(0, LAYERS - TRAIN)), "norm": 
 
 def init(key: jax.Array) -> Any:
     keys = iter(jax.random.split(key, 6))
-    normal = lambda *shape: jax.random.normal(next(keys), shape) * shape[-2] ** -0.5  # noqa: E731
+    normal = lambda *shape: jax.random.normal(next(keys), shape) * shape[-2] ** -0.5
     layers = {  # the first axis is the layer
         "qkv": normal(LAYERS, WIDTH, 3 * WIDTH),
         "out": normal(LAYERS, WIDTH, WIDTH) / LAYERS,

@@ -1,8 +1,9 @@
 """Train low-rank adapters on a frozen base of 8-bit integers, in one tree of parameters.
 
-A small net learns scikit-learn's digits. Its kernels are then rounded to int8, with a scale for each column, and the
-images are rotated by 90 degrees: the base fails on them. Adapters of rank 4 beside the frozen base learn the rotated
-images. The integers have neither gradients nor optimizer state, and the same training loop trained the base.
+A small net learns scikit-learn's digits. Its kernels are then rounded to int8, with a scale for
+each column, and the images are rotated by 90 degrees: the base fails on them. Adapters of rank 4
+beside the frozen base learn the rotated images. The integers have neither gradients nor optimizer
+state, and the same training loop trained the base.
 
 Run with ``python examples/lora_and_frozen_base.py``.
 """
@@ -20,11 +21,15 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=
 
 
 def quantized(layer: Any, key: jax.Array) -> Any:
-    """A layer with an int8 kernel, a float scale for each column, and an adapter that adds zero at first."""
+    """A layer with an int8 kernel, a scale a column, and an adapter that adds zero at first."""
     (n, m), scale = layer["kernel"].shape, jnp.abs(layer["kernel"]).max(axis=0) / 127
-    kernel, bias = jnp.round(layer["kernel"] / scale).astype(jnp.int8), layer["bias"].astype(jnp.bfloat16)
-    adapter = {"adapter_in": jax.random.normal(key, (n, RANK)) * n**-0.5, "adapter_out": jnp.zeros((RANK, m))}
-    return {"kernel": kernel, "scale": scale, "bias": bias, **adapter}
+    return {
+        "kernel": jnp.round(layer["kernel"] / scale).astype(jnp.int8),
+        "scale": scale,
+        "bias": layer["bias"].astype(jnp.bfloat16),
+        "adapter_in": jax.random.normal(key, (n, RANK)) * n**-0.5,
+        "adapter_out": jnp.zeros((RANK, m)),
+    }
 
 
 def training(loss: Any, frozen: Any) -> tuple[Any, Any]:

@@ -1,8 +1,9 @@
 """Train a few single weights of a net and freeze the others at their initial values.
 
-A net for scikit-learn's digits trains densely. The weights that moved most are its winning ticket: the net starts again
-from the same initial values, and only these weights train. The others are frozen at their initial values, not at zero,
-and the optimizer has state for the ticket only. For comparison, as many randomly chosen weights train.
+A net for scikit-learn's digits trains densely. The weights that moved most are its winning ticket:
+the net starts again from the same initial values, and only these weights train. The others are
+frozen at their initial values, not at zero, and the optimizer has state for the ticket only. For
+comparison, as many randomly chosen weights train.
 
 Run with ``python examples/lottery_ticket.py``; it draws ``lottery_ticket.png``.
 """
@@ -17,10 +18,11 @@ import optax_freeze as fz
 
 
 def all_but_largest(scores: Any, share: float) -> Any:
-    """A mask for each leaf, which freezes all elements but the share with the largest scores in the whole net."""
+    """A mask for each leaf: frozen are all elements but the share with the net's largest scores."""
     flat = np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(scores)])
     threshold = np.sort(flat)[-max(1, round(share * flat.size))]
-    return jax.tree.map(lambda leaf: fz.elements(np.asarray(leaf) < threshold, compact=True), scores)
+    small = lambda leaf: np.asarray(leaf) < threshold
+    return jax.tree.map(lambda leaf: fz.elements(small(leaf), compact=True), scores)
 
 
 def training(loss: Any, frozen: Any) -> tuple[Any, Any]:

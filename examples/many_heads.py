@@ -1,8 +1,8 @@
 """Train 16 heads on one frozen trunk in one program, each with its own learning rate.
 
-A network learns five digits. On its frozen layers, 16 heads learn all ten. ``jax.vmap`` of one step trains them: the
-trunk exists once, and runs once for each batch. 16 LoRA adapters share the memory of the base only.
-``python examples/many_heads.py`` draws ``many_heads.png``.
+A network learns five digits. On its frozen layers, 16 heads learn all ten. ``jax.vmap`` of one step
+trains them: the trunk exists once, and runs once for each batch. 16 LoRA adapters share the memory
+of the base only. ``python examples/many_heads.py`` draws ``many_heads.png``.
 """
 
 from typing import Any
@@ -14,10 +14,11 @@ import optax_freeze as fz
 
 
 def training(loss: Any, params: Any, frozen: Any, rates: Any) -> tuple[Any, Any]:
-    """The states of many runs, one for each rate, and their step; trainable leaves have a first axis of the runs."""
+    """The states of runs, one a rate, and their step; what trains has a first axis of the runs."""
     tx = fz.freeze(optax.inject_hyperparams(optax.adam)(learning_rate=0.0), frozen)
     axes = jax.tree.map(lambda is_frozen: None if is_frozen else 0, fz.resolve(params, frozen))
-    states = optax.tree.set(jax.vmap(tx.init, in_axes=(axes,))(params), learning_rate=jax.numpy.array(rates))
+    states = jax.vmap(tx.init, in_axes=(axes,))(params)
+    states = optax.tree.set(states, learning_rate=jax.numpy.array(rates))
     step = jax.vmap(fz.train_step(loss, tx), in_axes=(axes, 0, None, None), out_axes=(axes, 0, 0))
     return states, jax.jit(step, donate_argnums=(0, 1))
 
@@ -99,11 +100,9 @@ def costs(trunk: Any, own: Any, batch: Any) -> dict[str, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=20, choices=range(1, 1001), metavar="N")
     parser.add_argument("--picture", default="many_heads.png")
     args = parser.parse_args()
-    if args.epochs < 1:
-        parser.error(f"--epochs: got {args.epochs}, expected at least 1")
     pixels, labels = load_digits(return_X_y=True)
     pixels, (labels, answers) = (pixels / 16).astype(np.float32), (labels[:1400], labels[1400:])
     images, test = pixels[:1400], pixels[1400:]
@@ -133,6 +132,7 @@ def main() -> None:
         heights = {f"{RUNS} runs": measured["heads"]["separate"], "together": measured["heads"]["together"]}
         axis.bar_label(axis.bar([*heights], [round(each[column] / 1e6, 1) for each in heights.values()]))
         axis.set_title(title)
+        axis.margins(y=0.1)
     figure.savefig(args.picture, dpi=100)
 
 

@@ -1,8 +1,9 @@
 """Add 16 tokens to a language model and train only their rows of the embedding.
 
-A small character model learns the docstrings of NumPy. Its vocabulary then grows by 16 frequent words of the text: 16
-more rows of the embedding, which is also the matrix of the head. Only these rows train. All other parameters, including
-the old rows, keep their bits, and the gradient and the optimizer state have the size of the new rows.
+A small character model learns the docstrings of NumPy. Its vocabulary then grows by 16 frequent
+words of the text: 16 more rows of the embedding, which is also the matrix of the head. Only these
+rows train. All other parameters, including the old rows, keep their bits, and the gradient and the
+optimizer state have the size of the new rows.
 
 Run with ``python examples/new_token_rows.py``.
 """
@@ -17,7 +18,7 @@ import optax_freeze as fz
 
 
 def with_new_rows(params: Any, count: int) -> tuple[Any, Any]:
-    """The parameters with more rows in the embedding, the means of the old ones, and a spec that trains only these."""
+    """The parameters with more rows in the embedding, and a spec that trains only these."""
     old = params["embed"]["embedding"]
     embedding = jnp.concatenate([old, jnp.tile(old.mean(0), (count, 1))])
     frozen = fz.rules({"embed/embedding": fz.rows(slice(0, len(old)))}, default=True)

@@ -1,8 +1,9 @@
 """Train tables of a million users and items at the cost of a batch.
 
-A matrix factorization learns ratings that the script makes, a few users rating most. A batch reads 4,096 rows of each
-table; all other rows are frozen in this step, and keep their optimizer state. Dense steps of the same optimizers are
-trained beside it. ``python examples/recommender.py`` draws ``recommender.png``.
+A matrix factorization learns ratings that the script makes, a few users rating most. A batch reads
+4,096 rows of each table; all other rows are frozen in this step, and keep their optimizer state.
+Dense steps of the same optimizers are trained beside it. ``python examples/recommender.py`` draws
+``recommender.png``.
 """
 
 from typing import Any
@@ -14,12 +15,12 @@ import optax
 import optax_freeze as fz
 
 
-def rows_of_the_batch(loss: Any, optimizer: optax.GradientTransformation, params: Any, batch: int) -> tuple[Any, Any]:
-    """The optimizer state and a step ``(params, state, users, items, ratings)`` that trains the rows it reads."""
+def rows_of_the_batch(loss: Any, optimizer: Any, params: Any, batch: int) -> tuple[Any, Any]:
+    """The optimizer state, and a step of users, items and ratings that trains the rows it reads."""
     rows = ~fz.rows(jnp.arange(batch), keep_state=True)  # as many as one batch may name
     tx = fz.freeze(optimizer, {"users": rows, "items": rows})
-    found = {"users": lambda users, items, ratings: users, "items": lambda users, items, ratings: items}
-    step = jax.jit(fz.train_step(loss, tx, rows=found), donate_argnums=(0, 1))
+    read = {"users": lambda users, items, _: users, "items": lambda users, items, _: items}
+    step = jax.jit(fz.train_step(loss, tx, rows=read), donate_argnums=(0, 1))
     return tx.init(params), step
 
 
@@ -90,11 +91,9 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=900_000)
     parser.add_argument("--items", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400, choices=range(1, 1001), metavar="N")
     parser.add_argument("--picture", default="recommender.png")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"--steps: got {args.steps}, expected at least 1")
     sample, console = sampler(args.users, args.items), Console()
     held_out, batches = sample(20_000), [sample(args.batch) for _ in range(args.steps)]
     error = jax.jit(lambda params: jnp.sqrt(loss(params, *held_out)))

@@ -1,9 +1,9 @@
-"""Sparse fine-tuning of channels (S2FT): some channels of each feed-forward layer train, as the first rows of a leaf.
+"""Fine-tune some channels of each feed-forward layer (S2FT): the first rows of a leaf.
 
-A stack of scanned layers learns scikit-learn's digits, and then digits that are rotated by 90 degrees. S2FT (Yang et
-al., 2024) trains the same few hidden channels of both matrices of a layer. The channels of each layer are sorted, so
-that the chosen ones come first, which changes no output; then one slice names them in all layers. LoRA with as many
-trainable parameters is beside it: the compiler counts FLOPs and temporary memory of both.
+A stack of scanned layers learns scikit-learn's digits, and then digits that are rotated by 90
+degrees. S2FT (Yang et al., 2024) trains the same few hidden channels of both matrices of a layer.
+Sorted by size, which changes no output, they come first, so one slice names them in all layers. The
+compiler counts FLOPs and temporary memory, also for LoRA with as many trainable parameters.
 
 Run with ``python examples/sparse_channels.py``; it draws ``sparse_channels.png``.
 """
@@ -17,10 +17,11 @@ import optax_freeze as fz
 
 
 def sorted_channels(layers: Any) -> Any:
-    """The layers with the channels of the largest weights first: columns of ``up`` and rows of ``down``."""
-    order = jnp.argsort(-jnp.linalg.norm(layers["up"], axis=1) * jnp.linalg.norm(layers["down"], axis=2), axis=-1)
-    take = jnp.take_along_axis
-    return {"up": take(layers["up"], order[:, None], axis=2), "down": take(layers["down"], order[..., None], axis=1)}
+    """The layers with the largest channels first: columns of ``up`` and rows of ``down``."""
+    up, down, take = layers["up"], layers["down"], jnp.take_along_axis
+    sizes = jnp.linalg.norm(up, axis=1) * jnp.linalg.norm(down, axis=2)
+    order = jnp.argsort(-sizes, axis=-1)
+    return {"up": take(up, order[:, None], axis=2), "down": take(down, order[..., None], axis=1)}
 
 
 def first_channels(count: int) -> Any:
@@ -103,8 +104,7 @@ def train(title: str, params: Any, frozen: Any, data: Any, epochs: int) -> Any:
 def draw(rows: dict[str, Any], path: str) -> None:
     figure = Figure(figsize=(9, 3), layout="constrained")
     for axis, title, values in zip(figure.subplots(1, 3), TITLES[1:], np.transpose([*rows.values()]), strict=True):
-        bars = axis.bar([*rows], values, 0.6, color=["C0", "C1", "C7"])
-        axis.bar_label(bars, fmt="%.0f")
+        axis.bar_label(axis.bar([*rows], values, 0.6, color=["C0", "C1", "C7"]), fmt="%.0f")
         axis.set(title=title, ylim=(0, 1.12 * max(values)))
     figure.savefig(path, dpi=100)
 

@@ -1,8 +1,9 @@
 """Teach a shipped model file types that it does not know, without changing a bit of what it knows.
 
-Magika is Google's classifier of file types (Apache-2.0); its wheel has the weights as ONNX. New columns of its head
-learn four types from ten files of each: time zones, and files of JAX that this script makes. Beside it the whole head
-trains, and with --everything (minutes) all of it. The shares of right answers are means of three draws of the files.
+Magika is Google's classifier of file types (Apache-2.0); its wheel has the weights as ONNX. New
+columns of its head learn four types from ten files of each: time zones, and files of JAX that this
+script makes. Beside it the whole head trains, and with --everything (minutes) all of it. The shares
+of right answers are means of three draws of the files.
 """
 
 from typing import Any
@@ -16,20 +17,20 @@ import optax_freeze as fz
 from optax_freeze import checkpoint
 
 
-def teach(logits: Any, params: Any, frozen: Any, rate: float, batches: Any, data: Any, directory: str) -> Any:
+def teach(logits: Any, params: Any, frozen: Any, rate: Any, chosen: Any, data: Any, to: str) -> Any:
     """Trains what is not frozen, and saves it; returns the state of the optimizer."""
     tokens, labels = data
     tx, once, small, inputs = fz.freeze(optax.adam(rate), frozen), None, params, (tokens,)
     if frozen is not False:  # the trunk runs once for each file
         once = fz.precompute(logits, frozen, example_axis=0)
         small, inputs = once.needed(params, tokens), (jax.jit(once.before)(params, tokens), tokens)
-    small, of_small = jax.tree.map(jnp.copy, small), once.after if once else logits  # the step takes its arguments
-    loss = lambda params, labels, *inputs: cross_entropy(of_small(params, *inputs), labels).mean()  # noqa: E731
+    small, of_small = jax.tree.map(jnp.copy, small), once.after if once else logits  # to be donated
+    loss = lambda params, labels, *inputs: cross_entropy(of_small(params, *inputs), labels).mean()
     step, state = jax.jit(fz.train_step(loss, tx), donate_argnums=(0, 1)), tx.init(small)
-    for rows in batches:
+    for rows in chosen:
         batch = jax.tree.map(lambda array, rows=rows: array[rows], (labels, *inputs))
         small, state, _ = step(small, state, *batch)
-    checkpoint.save(directory, once.combine(small, params) if once else small, frozen, step=1)
+    checkpoint.save(to, once.combine(small, params) if once else small, frozen, step=1)
     return state
 
 
@@ -179,7 +180,7 @@ def main() -> None:
         batches = np.random.default_rng(0).integers(len(data[0]), size=(args.steps, 16))
         groups = {kind: labels == i for i, kind in enumerate(NEW, OLD)}
         groups |= {"old, trained on": is_seen & (labels < OLD), "other old": ~is_seen & (labels >= 0)}
-        right = lambda found, of=groups: [100 * (found.argmax(1) == labels)[each].mean() for each in of.values()]  # noqa: E731
+        right = lambda found, of=groups: [100 * (found.argmax(1) == labels)[each].mean() for each in of.values()]
         rows["as shipped"].append(right(known))
         for name, frozen in ways.items():
             with tempfile.TemporaryDirectory() as directory:

@@ -1,8 +1,9 @@
-"""Train the last block and the head of a transformer on features: its frozen blocks run once for each image.
+"""Train the last block and the head of a transformer: its frozen blocks run once for each image.
 
-Eight blocks learn the digits 0 to 4. The last block and the head then learn all ten, twice with the same loss: with
-the frozen blocks in every step, and with ``fz.precompute``, which runs them once for the whole data set. The features
-are kept by example, so each epoch shuffles them; dropout, after the frozen blocks, is drawn anew in every step.
+Eight blocks learn the digits 0 to 4. The last block and the head then learn all ten, twice with the
+same loss: with the frozen blocks in every step, and with ``fz.precompute``, which runs them once
+for the whole data set. The features are kept by example, so each epoch shuffles them; dropout,
+after the frozen blocks, is drawn anew in every step.
 """
 
 from typing import Any

@@ -202,7 +202,8 @@ def freeze_loss(fun: Callable[Concatenate[_Module, _P], _T], frozen: Spec) -> Ca
     Example:
       >>> import optax_freeze as fz, optax_freeze.nnx as fnnx
       >>> model = nnx.Embed(4, 1, rngs=nnx.Rngs(0))
-      >>> loss = fnnx.freeze_loss(lambda model, tokens: model(tokens).sum(), {"embedding": fz.rows(slice(0, 2))})
+      >>> frozen = {"embedding": fz.rows(slice(0, 2))}
+      >>> loss = fnnx.freeze_loss(lambda model, tokens: model(tokens).sum(), frozen)
       >>> nnx.grad(loss)(model, np.array([1, 2, 2]))["embedding"][...].ravel()
       Array([0., 0., 2., 0.], dtype=float32)
     """

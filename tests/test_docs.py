@@ -18,6 +18,7 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 MENTION = re.compile(r"`((?:docs|examples|tests)/[\w/]+\.\w+)`")
 NAME = re.compile(r"`(fz|fnnx|checkpoint)\.(?!py`)(\w+)(?:\(.*?\))?`")
 CELL = re.compile(r"^```\{code-cell\} python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WIDTH = 100  # characters of code, beside the contents of a page in a window of 1280 pixels
 NOTEBOOKS = {"docs/lisa.md": "lisa", "docs/precompute.md": "train_on_features"}
 OTHER_FRAMEWORKS = "tests/gallery/test_other_frameworks.py"
 RUN_BY = {  # the pages with code that is not a doctest, and what runs it
@@ -42,6 +43,7 @@ def anchors(page):
 
 def test_there_are_at_most_30_pages_of_which_two_are_notebooks():
     assert len(PAGES) - 1 <= 30  # without the README
+    assert sum(len(page.read_text().split()) for page in PAGES) <= 36_000
     assert {str(page) for page in PAGES if "{code-cell}" in page.read_text()} == {*NOTEBOOKS}
     assert sum("executed by the tests" in page.read_text() for page in PAGES) == 1  # that the examples are, once
 
@@ -66,6 +68,14 @@ def test_each_tab_of_the_page_of_fine_tuning_goes_with_the_rest(chosen):
     assert len(tabs.findall(page)) == 3
     examples = doctest.DocTestParser().get_doctest(text, {}, chosen, "docs/fine_tuning.md", 0)
     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_no_line_of_code_is_wider_than_the_page(page):
+    blocks = re.findall(r"^```(python|sh|\{code-cell\} python)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for _, block in blocks for line in block.splitlines()]
+    lines += re.findall(r"^(?:>>>|\.\.\.) .*$", page.read_text(), re.MULTILINE)
+    assert [line for line in lines if len(line) > WIDTH] == []
 
 
 def test_all_code_is_run():

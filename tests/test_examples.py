@@ -108,6 +108,7 @@ def test_an_example_is_short_has_a_test_and_a_page_shows_its_core(example):
     lines = pathlib.Path(f"examples/{example}.py").read_text().splitlines()
     limit = 205 if example == "teach_magika" else 140  # it reads a model, and makes files
     assert len(lines) <= limit
+    assert max(map(len, lines[: lines.index("# %%")])) <= 100  # which the page shows without scrolling
     assert f"test_{example}" in globals()
     assert re.search(rf"^\| \[{example}\]\(#{example}\) \| .+ \|$", INDEX, re.MULTILINE)
     [section] = re.findall(rf"^## {example}\n\n(.*?)(?=^## |\Z)", INDEX, re.MULTILINE | re.DOTALL)

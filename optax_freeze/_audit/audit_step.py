@@ -85,7 +85,8 @@ def audit_step(
       ...     return step
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(3)}
       >>> state = {"params": params, "opt_state": tx.init(params)}
-      >>> audit = fz.audit_step(make_step, state, jnp.zeros(3), loss=loss, params="params", frozen="encoder")
+      >>> spec = {"params": "params", "frozen": "encoder"}
+      >>> audit = fz.audit_step(make_step, state, jnp.zeros(3), loss=loss, **spec)
       >>> [(leak.kind, leak.path, leak.cause) for leak in audit.leaks][::2]
       [('moved', 'encoder', 'weight decay'), ('state', 'encoder', 'state for frozen elements')]
     """

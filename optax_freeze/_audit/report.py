@@ -49,7 +49,8 @@ class Audit:
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
       >>> params = {"encoder": jnp.ones(3), "head": jnp.ones(2)}
-      >>> audit = fz.audit(params, "encoder", optax.masked(optax.sgd(0.1), {"encoder": False, "head": True}))
+      >>> tx = optax.masked(optax.sgd(0.1), {"encoder": False, "head": True})
+      >>> audit = fz.audit(params, "encoder", tx)
       >>> audit.ok, [(leak.kind, leak.path, leak.cause) for leak in audit.leaks]
       (False, [('moved', 'encoder', 'it trains')])
     """

@@ -91,14 +91,15 @@ def freeze_when(
         ``(step, stats) -> bool`` with the :class:`optax_freeze.typing.GroupStats` of the group's gradients, or a bool,
         which :func:`optax_freeze.set_frozen` changes between steps. The key :func:`optax_freeze.each` makes each leaf a
         group of its own. Elements that two groups select belong to the first.
-      coupled: a transformation that runs first, over all groups, with zeros for frozen ones, such as a clip by global
-        norm.
+      coupled: a transformation that runs first, over all leaves, with zeros for frozen groups, such as a clip by
+        global norm.
       tied: ``"error"`` raises an error in ``init`` if the same array object is at two paths in different groups, and
         emits a :class:`FreezeWarning` if it is at two paths in one group; ``"ignore"`` allows it.
 
     Returns:
-      A transformation. Its ``init`` raises ``ValueError`` if a group matches nothing or has no elements of its own. Its
-      ``update`` takes and returns updates with the structure of the parameters given to ``init``.
+      A transformation. Its ``init`` raises ``ValueError`` if a group matches nothing, has no elements of its own, or is
+      frozen by :func:`optax_freeze.freeze` around it. Its ``update`` takes and returns updates with the structure of
+      the parameters given to ``init``.
 
     Raises:
       TypeError, ValueError: if an argument is not as described; in ``init``, if a condition does not return one bool.
@@ -129,8 +130,11 @@ def freeze_when(
         register_groups_with_flax()
         for group in given:
             group.condition.check()
-        params = as_parts(params, around())
+        outer = around()
+        params = as_parts(params, outer)
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
+        if outer is not None and outer.is_static:
+            refuse_frozen_groups(given, outer.plan)
         warn_of_leaves(_tree.flatten(params)[0], plans.everything, plans.plans[-1], tied, stacklevel=2)
         has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
         state = _initial_state(inner, coupled, plans, has_array, params)

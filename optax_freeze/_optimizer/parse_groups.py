@@ -34,7 +34,8 @@ def each(*patterns: Selectable) -> Selector:
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_freeze as fz
-      >>> params = {"encoder": {"kernel": jnp.ones(2), "bias": jnp.ones(2)}, "head": {"kernel": jnp.ones(2)}}
+      >>> encoder = {"kernel": jnp.ones(2), "bias": jnp.ones(2)}
+      >>> params = {"encoder": encoder, "head": {"kernel": jnp.ones(2)}}
       >>> tx = fz.freeze_when(optax.sgd(0.1), {fz.each("**/kernel"): fz.unfreeze_at(10)})
       >>> fz.currently_frozen(tx.init(params))
       {'encoder/kernel': True, 'head/kernel': True}

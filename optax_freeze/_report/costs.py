@@ -72,7 +72,8 @@ class Costs(_table.Report):
       >>> import jax.numpy as jnp, optax_freeze as fz
       >>> params = {"encoder": jnp.ones((3, 2)), "head": jnp.ones(2)}
       >>> loss = lambda params, x: jnp.sum(x @ params["encoder"] @ params["head"])
-      >>> found = fz.costs(loss, params, {"head": "encoder", "all": False}, jnp.ones((4, 3)), tx=optax.sgd(0.1))
+      >>> specs = {"head": "encoder", "all": False}
+      >>> found = fz.costs(loss, params, specs, jnp.ones((4, 3)), tx=optax.sgd(0.1))
       >>> [(row.name, row.trainable_elements, row.fits) for row in found.rows]
       [('head', 2, None), ('all', 8, None)]
     """

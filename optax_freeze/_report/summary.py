@@ -41,8 +41,10 @@ class Summary(_table.Report):
       >>> import jax.numpy as jnp, optax_freeze as fz
       >>> params = {"encoder": jnp.ones((3, 2)), "head": jnp.ones(2)}
       >>> summary = fz.summary(params, "encoder")
-      >>> summary.elements, summary.trainable_bytes, [(row.path, row.frozen_elements) for row in summary.rows]
-      (8, 8, [('encoder', 6), ('head', 0)])
+      >>> summary.elements, summary.trainable_bytes
+      (8, 8)
+      >>> [(row.path, row.frozen_elements) for row in summary.rows]
+      [('encoder', 6), ('head', 0)]
     """
 
     rows: tuple[Row, ...]

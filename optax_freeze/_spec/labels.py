@@ -107,11 +107,13 @@ def layerwise_decay(patterns: Sequence[Any], base: Any, factor: float) -> dict[A
 
     Example:
       >>> import optax, optax_freeze as fz
-      >>> rates = fz.layerwise_decay(["head", "encoder/layer_1", "encoder/layer_0"], base=1e-2, factor=0.5)
+      >>> layers = ["head", "encoder/layer_1", "encoder/layer_0"]
+      >>> rates = fz.layerwise_decay(layers, base=1e-2, factor=0.5)
       >>> rates
       {'head': 0.01, 'encoder/layer_1': 0.005, 'encoder/layer_0': 0.0025}
       >>> transforms = {pattern: optax.adam(rate) for pattern, rate in rates.items()}
-      >>> tx = optax.multi_transform(transforms, fz.labels_by_path({pattern: pattern for pattern in rates}))
+      >>> labels = fz.labels_by_path({pattern: pattern for pattern in rates})
+      >>> tx = optax.multi_transform(transforms, labels)
     """
     is_number = isinstance(factor, (int, float, np.floating))
     if isinstance(factor, bool) or not is_number or not 0 < factor < float("inf"):

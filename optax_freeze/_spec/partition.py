@@ -37,7 +37,8 @@ def partition(params: Tree, frozen: Spec, *, as_arrays: bool = False, tied: Tied
     Returns:
       ``(trainable, rest)``: trees with the structure of ``params`` and ``optax.MaskedNode()`` in place of a leaf that
       is in the other tree. A leaf frozen by rows is in both: its trainable rows in ``trainable``, as a
-      :class:`optax_freeze.Part`, and the full array in ``rest``. Leaves that cannot train are in ``rest``.
+      :class:`optax_freeze.Part`, and the full array in ``rest``, with its mask (so map a tree before you partition
+      it, and not ``rest``). Leaves that cannot train are in ``rest``.
 
     Raises:
       ValueError: if the spec does not fit the parameters, or if leaves are tied as described above.
@@ -88,7 +89,8 @@ def combine(trainable: PyTree, rest: PyTree) -> PyTree:
 
     Example:
       >>> import optax_freeze as fz
-      >>> fz.combine({"encoder": optax.MaskedNode(), "head": 1.0}, {"encoder": 2.0, "head": optax.MaskedNode()})
+      >>> hole = optax.MaskedNode()
+      >>> fz.combine({"encoder": hole, "head": 1.0}, {"encoder": 2.0, "head": hole})
       {'encoder': 2.0, 'head': 1.0}
     """
     leaves, treedef = assemble(trainable, rest, put_part)
@@ -153,7 +155,10 @@ def stop_gradient(params: Tree, frozen: Spec) -> Tree:
     Example:
       >>> import optax_freeze as fz
       >>> params = {"encoder": jnp.float32(2), "head": jnp.float32(3)}
-      >>> grads = jax.grad(lambda p: (lambda q: q["encoder"] * q["head"])(fz.stop_gradient(p, "encoder")))(params)
+      >>> def loss(params):
+      ...     params = fz.stop_gradient(params, "encoder")
+      ...     return params["encoder"] * params["head"]
+      >>> grads = jax.grad(loss)(params)
       >>> float(grads["encoder"]), float(grads["head"])
       (0.0, 2.0)
     """

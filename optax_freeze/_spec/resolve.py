@@ -83,7 +83,8 @@ def resolve(params: PyTree, frozen: Spec) -> PyTree:
 
     Example:
       >>> import optax_freeze as fz
-      >>> params = {"kernel": np.zeros((2, 2), np.float32), "bias": np.zeros(2, np.float32), "steps": np.int32(3)}
+      >>> kernel, bias = np.zeros((2, 2), np.float32), np.zeros(2, np.float32)
+      >>> params = {"kernel": kernel, "bias": bias, "steps": np.int32(3)}
       >>> fz.resolve(params, "kernel")
       {'bias': False, 'kernel': True, 'steps': True}
     """

@@ -157,6 +157,6 @@ def _states(tree: PyTree) -> list[FreezeWhenState]:
             at="state",
             got=type(tree).__name__,
             expected="the state of an optimizer that contains fz.freeze_when",
-            fix="pass the state of an optimizer created by fz.freeze_when(inner, {pattern: condition})",
+            fix="create the optimizer by fz.freeze_when(inner, {pattern: condition}); for another spec, fz.migrate",
         )
     return found

@@ -70,7 +70,8 @@ def train_step(
       >>> import jax, jax.numpy as jnp, optax_freeze as fz
       >>> params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
       >>> tx = fz.freeze_when(optax.sgd(0.5), {"encoder": fz.unfreeze_at(2)})
-      >>> step = jax.jit(fz.train_step(lambda p, x: x @ (p["encoder"] + p["head"]), tx), donate_argnums=(0, 1))
+      >>> loss = lambda params, x: x @ (params["encoder"] + params["head"])
+      >>> step = jax.jit(fz.train_step(loss, tx), donate_argnums=(0, 1))
       >>> params, state, value = step(params, tx.init(params), jnp.ones(2))
       >>> params, float(value)
       ({'encoder': Array([1., 1.], dtype=float32), 'head': Array([0.5, 0.5], dtype=float32)}, 4.0)

@@ -74,7 +74,8 @@ def write(
       >>> params = {"encoder": jnp.ones((4, 8)), "head": jnp.ones((8, 1))}
       >>> once = fz.precompute(loss, "encoder", example_axis=0)
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     features.write(directory, once, params, [jnp.ones((3, 4)), jnp.ones((2, 4))], progress=False)
+      ...     batches = [jnp.ones((3, 4)), jnp.ones((2, 4))]
+      ...     features.write(directory, once, params, batches, progress=False)
       ...     features.read(directory)[[4, 0, 2]][0].shape
       (3, 8)
     """

@@ -29,7 +29,8 @@ class FeatureSequence(Sequence[Features]):
       >>> params = {"encoder": jnp.ones((4, 2)), "head": jnp.ones((2, 1))}
       >>> once = fz.precompute(loss, "encoder", example_axis=0)
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     features.write(directory, once, params, [jnp.zeros((3, 4)), jnp.ones((2, 4))], progress=False)
+      ...     batches = [jnp.zeros((3, 4)), jnp.ones((2, 4))]
+      ...     features.write(directory, once, params, batches, progress=False)
       ...     stored = features.read(directory)
       ...     len(stored), stored[0], stored[1:4][0].shape
       (5, Features((array([0., 0.], dtype=float32),)), (3, 2))

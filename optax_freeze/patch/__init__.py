@@ -124,7 +124,8 @@ def save(
       >>> from optax_freeze import patch
       >>> params = {"encoder": jnp.ones(1000), "head": {"kernel": jnp.ones(2)}}
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     written = patch.save(f"{directory}/tuned.safetensors", params, "encoder", metadata={"task": "digits"})
+      ...     file = f"{directory}/tuned.safetensors"
+      ...     written = patch.save(file, params, "encoder", metadata={"task": "digits"})
       ...     found = patch.load(f"{directory}/tuned.safetensors")
       >>> found.tensors, found.metadata
       ({'head.kernel': array([1., 1.], dtype=float32)}, {'task': 'digits'})

@@ -238,7 +238,7 @@ class TestPEFT:
         capsys.readouterr()
         run(step, names)
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainable params")]
-        assert f"print_trainable_parameters()  # {line}\n" in step
+        assert f"print_trainable_parameters()\n# {line}\n" in step
 
         model = names["model"]
         parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}

@@ -261,6 +261,18 @@ def test_from_the_labels_of_a_running_experiment(params, new):
     assert bits(got["encoder"]["layer_0"]) == bits(params["encoder"]["layer_0"])
 
 
+def test_a_report_names_the_counts_of_all_labels():
+    params = {"encoder": jnp.ones(2), "head": jnp.ones(2)}
+    _, state = train(optax.adam(0.1), params)
+    labelled = optax.multi_transform(
+        {"slow": optax.adam(0.01), "fast": optax.adam(0.1)}, {"encoder": "slow", "head": "fast"}
+    )
+    new, report = fz.migrate(state, labelled, params, report=True)
+    assert [int(count) for _, count in optax.tree.get_all_with_path(new, "count")] == [3, 3]
+    carried, *_ = str(report).splitlines()
+    assert carried.startswith("carried: 0/count [fast], 0/count [slow], 0/mu/head [fast], 0/mu/encoder [slow]")
+
+
 class TestNNX:
     @pytest.fixture
     def model(self):
