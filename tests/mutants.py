@@ -823,7 +823,7 @@ _BY_FILE = {
         (" or not _is_part(entry.value, indices.get(leaf))", "", "tests/state tests/test_compatibility.py -x"),
     ],
     ("_state/migrate.py", "tests/state/test_migrate.py"): [
-        ('printable("/".join(line.path) + line.content)', '"/".join(line.path) + line.content', "tests/test_errors.py"),
+        ('printable("/".join(line.path) + group)', '"/".join(line.path) + group', "tests/test_errors.py"),
         ("        _refuse_swapped(state, tx, params, error)", "        pass", "tests/test_errors.py -k Migrating"),
         ("each_once(values)", "values", "-k group_of_each_leaf"),
         ("values = map(_placed, values, jax.tree.leaves(fresh))", "pass", "tests/state/test_migrate_models.py -k mesh"),

@@ -130,11 +130,8 @@ def freeze_when(
         register_groups_with_flax()
         for group in given:
             group.condition.check()
-        outer = around()
-        params = as_parts(params, outer)
+        params = as_parts(params, around())
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
-        if outer is not None and outer.is_static:
-            refuse_frozen_groups(given, outer.plan)
         warn_of_leaves(_tree.flatten(params)[0], plans.everything, plans.plans[-1], tied, stacklevel=2)
         has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
         state = _initial_state(inner, coupled, plans, has_array, params)

@@ -125,20 +125,6 @@ def make_group_plans(
     return GroupPlans(tuple(made), keys, conditions, everything, plans)
 
 
-def refuse_frozen_groups(groups: Sequence[GivenGroup], around: Plan) -> None:
-    """A ``ValueError`` for a group of which the plan of ``fz.freeze`` around it freezes all leaves."""
-    for group in groups:
-        selected = _selected(group, around.leaves)
-        if any(around.leaves[i].inexact for i in selected) and all(around.selections[i] is FROZEN for i in selected):
-            raise value_error(
-                f"the group {group.name!r} never trains",
-                at=around.leaves[selected[0]].path,
-                got="fz.freeze around fz.freeze_when, whose spec freezes all leaves of the group",
-                expected="a group that trains in some steps",
-                fix="leave it out of the spec of fz.freeze, which names what never trains, or remove the group",
-            )
-
-
 def _refuse_kept_rows(group: GivenGroup) -> None:
     if getattr(group.mask, "keep_state", False):
         what = "a group of fz.freeze_when has no rows that keep their state"

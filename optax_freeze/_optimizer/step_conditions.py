@@ -123,8 +123,7 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Callable[
 
     Args:
       patterns: patterns or selectors in the order in which the groups thaw: starting at the **output**. The first
-        group trains from step 0. Name each layer: all leaves of an ``fz.each`` thaw
-        together. (:func:`optax_freeze.freeze_converged` starts at the input.)
+        group trains from step 0. (:func:`optax_freeze.freeze_converged` starts at the input.)
       every: the number of updates between one group and the next.
 
     Returns:

@@ -27,7 +27,6 @@ from optax_freeze._spec.selector_algebra import (
 )
 from optax_freeze._spec.tree import Leaf, PyTree
 
-_FROM_THE_ROOT = "name paths from the root: ['params/encoder', 'batch_stats'], or fz.rules({'params/encoder': True})"
 _WRITTEN = 8  # at most this many rules are written out in an error
 _NO_LABELS = "a tree cannot contain labels or patterns; use fz.rules({pattern: True}), or fz.resolve(subtree, pattern)"
 

@@ -51,9 +51,11 @@ class Migration:
 
 def _folded(addresses: Sequence[str]) -> list[str]:
     """Addresses in which those that differ in a number are one, as in a summary."""
-    pairs = (address.partition(" [") for address in addresses)
-    lines = fold((path, sep + groups) for path, sep, groups in pairs)
-    return [printable("/".join(line.path) + line.content) for line in lines]
+    groups: dict[str, tuple[str, ...]] = {}  # several have a count of their own at one path
+    for address in addresses:
+        path, sep, names = address.partition(" [")
+        groups[path] = (*groups.get(path, ()), sep + names)
+    return [printable("/".join(line.path) + group) for line in fold(groups.items()) for group in line.content]
 
 
 @overload
