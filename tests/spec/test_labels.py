@@ -72,12 +72,6 @@ class TestLabelsByPath:
         state = tx.init(other)
         assert bits(optax.tree_map_params(tx, lambda leaf: leaf, state)) == bits(state)
 
-    def test_strict(self, other):
-        with pytest.raises(ValueError, match=r"matches no leaf(.|\n)*nearest paths: head"):
-            fz.labels_by_path({"hed": "a"}, default="b")(other)
-        with pytest.raises(ValueError, match="never applies"):
-            fz.labels_by_path({"encoder": "a", "encoder/bias": "b"}, default="c")(other)
-
     @pytest.mark.parametrize(
         "labels",
         [
