@@ -1,5 +1,6 @@
 """The main functions under the strict modes and checks of JAX."""
 
+import contextlib
 import tempfile
 
 import jax
@@ -16,17 +17,24 @@ import optax_freeze.linen as flinen
 import optax_freeze.nnx as fnnx
 from optax_freeze import checkpoint
 
-MODES = {
-    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "leaks": jax.checking_leaks,
-    "checks": lambda: jax.enable_checks(True),
-    "infs": lambda: jax.debug_infs(True),
-    "nans": lambda: jax.debug_nans(True),
-    "key reuse": lambda: jax.debug_key_reuse(True),
-    "transfers": lambda: jax.transfer_guard("disallow"),
+MODES = {  # each has an error of its own
+    "of traces": lambda: (
+        *(jax.checking_leaks(), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")),
+        *(jax.enable_checks(True), jax.debug_key_reuse(True)),
+    ),
+    "of values": lambda: (jax.debug_infs(True), jax.debug_nans(True)),
+    "of transfers": lambda: (jax.transfer_guard("disallow"),),
 }
-EAGER = [name for name in MODES if name != "transfers"]  # JAX moves the constants of eager operations to the device
+EAGER = ["of traces", "of values"]  # JAX moves the constants of eager operations to the device
+
+
+@contextlib.contextmanager
+def strict(mode):
+    with contextlib.ExitStack() as stack:
+        for each in MODES[mode]():
+            stack.enter_context(each)
+        yield
+
 
 MASK = np.arange(12).reshape(4, 3) % 2 == 0
 SPECS = {
@@ -68,7 +76,7 @@ def test_a_jitted_step(spec, mode):
         return fz.apply_updates(params, updates, fz.spec_of(state)), state, value
 
     restricted = jax.jit(lambda trainable, rest, x: jax.grad(fz.restrict(loss, rest), allow_int=True)(trainable, x))
-    with MODES[mode]():
+    with strict(mode):
         after, _, _ = step(before, state, tokens)
         restricted(trainable, rest, tokens)
     fz.assert_frozen(before, after, frozen)
@@ -138,7 +146,7 @@ FUNCTIONS = [groups, rows_that_change, features, on_the_host, verified, audited,
 @pytest.mark.parametrize("mode", EAGER)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions(function, mode):
-    with MODES[mode]():
+    with strict(mode):
         function()
 
 

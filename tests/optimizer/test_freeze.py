@@ -214,6 +214,7 @@ class TestTheStateTravels:
             assert jax.tree.structure(copied) == jax.tree.structure(state)
         names = optax.tree_map_params(tx, lambda _: "param", state, transform_non_params=lambda _: "other")
         assert optax.tree.get(names, "masks")["dense"] == "param"
+        assert jax.tree.leaves(optax.tree.get(names, "mu")) == ["param"] * 3
         assert optax.tree.get(names, "count") == "other"
         assert bits(fz.partition(params, fz.spec_of(mapped))[0]) == bits(fz.partition(params, PARTS)[0])
 

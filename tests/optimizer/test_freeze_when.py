@@ -531,7 +531,8 @@ class TestResume:
         assert counted[1].step == 2 * state[1].step
         names = optax.tree_map_params(tx, lambda leaf: "param", state, transform_non_params=lambda leaf: "other")[1]
         assert names.groups["w"].masks["w"] == "param"
-        assert names.step == names.groups["w"].condition_state == "other"
+        assert names.groups["v"].inner_state[0].mu == {"v": "param"}
+        assert names.step == names.groups["w"].condition_state == names.groups["v"].inner_state[0].count == "other"
 
 
 class TestTheStateOf:

@@ -72,12 +72,6 @@ class TestFunctionsOfPaths:
         expected, _ = plain.update(params, plain.init(params), params)
         assert_equal_up_to_rounding(updates["fc"]["bias"], expected["fc"]["bias"])
 
-    def test_tree_map_params(self, params):
-        state = fz.freeze(optax.adam(0.1), SPECS["rows"]).init(params)
-        shapes = []
-        optax.tree_map_params(fz.freeze(optax.adam(0.1), SPECS["rows"]), lambda x: shapes.append(x.shape), state)
-        assert sorted(shapes) == sorted(2 * [(2,), (3, 2), (4, 1)])
-
     @pytest.mark.parametrize("kind", ["rows", "compact"])
     def test_an_update_of_another_shape_is_refused(self, params, kind):
         tx = fz.freeze(optax.stateless(lambda updates, _: jax.tree.map(lambda u: u[:1], updates)), SPECS[kind])

@@ -60,8 +60,8 @@ def in_shard_map(function):
     return jax.shard_map(mapped, mesh=mesh, in_specs=P(), out_specs=P())
 
 
-WRAPS = [lambda f: f, jax.jit, jax.checkpoint, in_a_scan, in_a_cond, in_vmap, in_vmap_over_parameters]
-IDS = ["directly", "jit", "checkpoint", "scan", "cond", "vmap", "vmap of parameters"]
+WRAPS = {"directly": lambda f: f, "jit": jax.jit, "checkpoint": jax.checkpoint, "scan": in_a_scan, "cond": in_a_cond}
+WRAPS |= {"vmap": in_vmap, "vmap of parameters": in_vmap_over_parameters, "shard_map": in_shard_map}
 
 
 def restricted(after, frozen):
@@ -76,12 +76,17 @@ def frozen_loss(after, frozen):
     return lambda *args: fz.partition(jax.grad(fz.freeze_loss(after, frozen))(*args), frozen)[0]
 
 
-@pytest.mark.parametrize("wrap", [*WRAPS, in_shard_map], ids=[*IDS, "shard_map"])
-@pytest.mark.parametrize("grad", [fz.grad, restricted, frozen_loss])
+def cases(*others):
+    """``fz.grad`` with each wrapper, and other gradients with some."""
+    some = [(way, name) for way in others for name in ("directly", "scan", "vmap of parameters", "shard_map")]
+    return [*((fz.grad, name) for name in WRAPS), *some]
+
+
+@pytest.mark.parametrize(("grad", "wrap"), cases(restricted, frozen_loss))
 def test_trainable_rows_alone_have_a_gradient(wrap, grad):
     frozen = spec_of(SPECS["one run"])
     once = fz.precompute(loss, frozen)
-    got = jax.jit(grad(wrap(once.after), frozen))(PARAMS, once.before(PARAMS, X), X)
+    got = jax.jit(grad(WRAPS[wrap](once.after), frozen))(PARAMS, once.before(PARAMS, X), X)
     assert_equal_up_to_rounding(got, fz.grad(loss, frozen)(PARAMS, X))
 
 
@@ -94,11 +99,10 @@ def test_rows_of_which_everything_is_computed_and_cut(name):
     assert_equal_up_to_rounding(got, fz.grad(loss, frozen)(PARAMS, X))
 
 
-@pytest.mark.parametrize("way", [jax.grad, fz.grad, restricted])
-@pytest.mark.parametrize("wrap", [*WRAPS, in_shard_map], ids=[*IDS, "shard_map"])
-def test_rows_that_are_frozen_there_are_not_a_number(wrap, way):
+@pytest.mark.parametrize(("way", "wrap"), cases(jax.grad, restricted))
+def test_rows_that_are_frozen_there_are_not_a_number(way, wrap):
     once, frozen = fz.precompute(loss, spec_of(SPECS["one run"])), spec_of(fz.rows(slice(0, 5)))
-    after = wrap(once.after)
+    after = WRAPS[wrap](once.after)
     args = once.before(PARAMS, X), X
     if way is jax.grad:
         got = jax.grad(lambda table: after({**PARAMS, "table": table}, *args))(PARAMS["table"])[5:]

@@ -508,14 +508,11 @@ class TestManyLeaves:
         assert dict(zip((row.path for row in summary.rows), summary.row_state_bytes, strict=True))["count"] == 2 * 4 * 5
 
 
-enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-
-
 @pytest.mark.parametrize("rows", [fz.rows([2**31 + 1, 2**32]), ~fz.rows(slice(2**31, None, 2**20))])
 def test_rows_beyond_32_bits_need_numbers_of_64(rows):
     table = shape(3 * 2**31, 2)
     assert fz.summary(table, ~fz.rows([2**32]), optax.adam(0.1)).trainable_elements == 2  # one run is a slice
     with pytest.raises(ValueError, match=r"6442450944 rows(.|\n)*jax_enable_x64"):
         fz.summary(table, rows, optax.adam(0.1))
-    with enable_x64(True):
+    with jax.enable_x64(True):
         fz.summary(table, rows, optax.adam(0.1))

@@ -25,16 +25,12 @@ def eagerly(fn):
     return fn
 
 
-ROWS = {
+ROWS = {  # how else they may be named is in `SAME_ROWS`
     "slice": (fz.rows(slice(2, 5)), [2, 3, 4]),
-    "negative": (fz.rows(slice(-2, None)), [5, 6]),
     "strided": (fz.rows(slice(1, None, 2)), [1, 3, 5]),
-    "backwards": (fz.rows(slice(None, None, -3)), [0, 3, 6]),
     "int": (fz.rows(-1), [6]),
     "list": (fz.rows([5, 0, -6]), [0, 1, 5]),
     "inverted": (~fz.rows(slice(4, None)), [0, 1, 2, 3]),
-    "inverted stride": (~fz.rows(slice(None, None, 2)), [1, 3, 5]),
-    "inverted list": (~fz.rows([0, 6]), [1, 2, 3, 4, 5]),
 }
 
 RECORD = {"axis": 0, "rows": [[0, 2, 1]], "train": True}

@@ -303,11 +303,6 @@ class TestNNX:
 
 
 class TestItDoesNotFit:
-    def test_a_state_of_another_model(self, params):
-        for tx in (optax.adam(0.1), fz.freeze(optax.adam(0.1), False)):
-            with pytest.raises(ValueError, match=r"belongs to other parameters or(.|\n)*at: 0/(count|mu)"):
-                fz.migrate(tx.init(params), tx, {"decoder": jnp.ones(5)})
-
     @pytest.mark.parametrize(
         "other",
         [

@@ -21,7 +21,6 @@ from optax_freeze import checkpoint
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._verify import bits as _bits
 
-enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 DTYPES = [
     *("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "complex64"),
     *("int32", "int8", "uint8", "uint32", "int4", "bool"),
@@ -104,7 +103,7 @@ class TestFingerprint:
     @pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64, np.complex128])
     @pytest.mark.parametrize("x64", [True, False])
     def test_64_bits_of_numpy_are_those_of_the_array_that_jax_makes_of_them(self, dtype, x64):
-        with enable_x64(x64):
+        with jax.enable_x64(x64):
             leaf = np.array([2.0**40 + 1 / 3, 3]).astype(dtype)
             digest = lambda w: fz.fingerprint({"w": w}, True)  # noqa: E731
             assert same(digest(leaf), digest(jnp.asarray(leaf)))
@@ -143,7 +142,7 @@ class TestFingerprint:
                 digest = fz.fingerprint(tree, frozen)
                 assert same(jax.jit(lambda p, frozen=frozen: fz.fingerprint(p, frozen))(tree), digest)
             digest = fz.fingerprint(tree, "frozen")
-            with enable_x64(True):
+            with jax.enable_x64(True):
                 assert same(fz.fingerprint(tree, "frozen"), digest)
 
     def test_is_four_words_that_never_change(self):
