@@ -24,8 +24,7 @@ def as_found(model: Any) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(1.0),  # 1: the norm includes frozen gradients
         optax.masked(optax.set_to_zero(), frozen),  # too early: AdamW still moves frozen parameters
-        # 2, 3 and 4: holds moments for the encoder, moves it by them, decays it
-        optax.adamw(3e-3, weight_decay=1e-2),
+        optax.adamw(3e-3, weight_decay=1e-2),  # 2, 3, 4: has moments for it, moves it, decays it
     )
 
 

@@ -18,11 +18,8 @@ from flax import nnx
 import optax_freeze as fz
 import optax_freeze.nnx as fnnx
 
-WAYS = {
-    "everything trains": lambda backbone: backbone,
-    "fnnx.freeze": lambda backbone: fnnx.freeze(backbone, True),
-    "fnnx.Frozen": fnnx.Frozen,
-}
+freeze = lambda backbone: fnnx.freeze(backbone, True)
+WAYS = {"everything trains": lambda x: x, "fnnx.freeze": freeze, "fnnx.Frozen": fnnx.Frozen}
 
 
 def optimizer_of(model: nnx.Module) -> nnx.Optimizer:

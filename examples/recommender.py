@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import optax_freeze as fz
 
@@ -29,6 +28,7 @@ import argparse
 import time
 
 import numpy as np
+import optax
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
