@@ -148,9 +148,6 @@ _BY_FILE = {
         ),
         ("own = call.grads if", "own = grads if", "tests/optimizer/test_freeze_converged.py -k given_to_update"),
     ],
-    ("_optimizer/freeze_when.py", "tests/optimizer/test_freeze_converged.py"): [
-        ("n < len(plans.names) and plans.conditions[n].takes_norm:", "False:", "-k norms_in_float32"),
-    ],
     ("_optimizer/freeze_when.py", "tests/train/test_train_step.py"): [
         ('{**extra_args, "grad": grads} if "grad" in extra_args else extra_args', "extra_args", "-k extra_arguments"),
     ],
