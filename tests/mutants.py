@@ -272,7 +272,7 @@ _BY_FILE = {
         ("without_gradient(features, leaves)", "[*features]", "-k what_is_frozen_is_refused"),
         ("[features[i] for i in places], rows)", "[features[i] for i in places], {})", "-k not_a_number"),
         ("if all(dear[i] for i in twice)", "if True", "tests/precompute/test_precompute.py -k a_comparison"),
-        ("and self.inputs[value].is_frozen(region)", "", "tests/precompute/test_precompute.py -k Combine"),
+        ("and self.inputs[value].is_frozen(region)", "", "-k training_gives_the_same"),
     ],
     ("_precompute/divide.py", "tests/precompute/test_example_axis.py"): [
         ("tasks.without({key for key in at if isinstance(at[key], Mixed)})", "tasks", "-k batch_alone"),

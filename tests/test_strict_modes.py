@@ -118,7 +118,8 @@ def verified():
 
 
 def audited():
-    fz.audit(params(), SPECS["static rows"](), fz.freeze(optax.sgd(0.1, momentum=0.9), SPECS["static rows"]()))
+    spec = SPECS["static rows"]()
+    fz.audit(params(), spec, fz.freeze(optax.sgd(0.1, momentum=0.9), spec), steps=1)
 
 
 def linen():
