@@ -115,9 +115,9 @@ class Step:
 
     def _other_frozen_leaves(self, tree: PyTree, params: Any, frozen: Spec) -> dict[str, int]:
         """The integers, bools, keys and Python numbers that a spec freezes; not the streams of NNX."""
-        # Equal Python numbers are one object, so their positions take their places. Arrays are found by their ids.
-        leaves = [_Place(k) if is_scalar(leaf) else leaf for k, leaf in enumerate(self.start)]
-        positions = {id(leaf): k for k, leaf in enumerate(leaves) if isinstance(leaf, _Place) or is_array(leaf)}
+        # Equal numbers are one object, so their positions are those of others in their place.
+        leaves = [_own_number(leaf) for leaf in self.start]
+        positions = {id(x): position for position, x in enumerate(leaves) if is_array(x) or is_scalar(x)}
         places = _tree.walk(_parameters(self._state(leaves), params)).values
         walk = _tree.walk(tree)
         found = walk.leaves()
@@ -347,8 +347,17 @@ def _mixed(leaf: Any) -> Any:
     return (0.75 * leaf + 0.5 * leaf[::-1]).astype(leaf.dtype)
 
 
-class _Place(int):
-    """A position among the leaves of a state, as an object of its own; small ints of Python are not."""
+class _Int(int):
+    """An int that is an object of its own; small ones of Python are not."""
+
+
+def _own_number(leaf: Any) -> Any:
+    """A Python number as an object of its own; another leaf as it is."""
+    if not is_scalar(leaf):
+        return leaf
+    if isinstance(leaf, complex):
+        return complex(leaf.real, leaf.imag)
+    return _Int(leaf) if isinstance(leaf, int) else float(str(leaf))
 
 
 def _of_optimizers(state: PyTree) -> set[int]:

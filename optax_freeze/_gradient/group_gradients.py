@@ -86,12 +86,12 @@ class GradientOfGroups:
 
         guard, found = self._owners[n], {}
         postponed = self._postponed.get(guard, ())
-        given = postponed, self._grads[n], guard
+        read = self._schedule.read_by(postponed, self._grads[n], self._values)
 
         def run(values: Values) -> list[Any]:
-            return self._schedule.run_postponed(*given, values, self._context)
+            return self._schedule.run_postponed(postponed, self._grads[n], guard, values, self._context)
 
-        grads = evaluate(run, self._values)
+        grads = evaluate(run, read)
         for (i, selection), grad in zip(self._spec.owned[n].items(), grads, strict=True):
             leaf = self._dense.values[i]
             grad = jax.tree.unflatten(jax.tree.structure(leaf), [grad])

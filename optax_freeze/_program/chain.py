@@ -59,7 +59,7 @@ class Chain(Deferred):
 
     def _inside(self, program: Program) -> Any:
         assert self.level is not None  # the evaluation that made it, or whose input it is
-        return self.level.inside(program, range(program.num_inputs))
+        return self.level.inside(program, range(program.num_inputs), waits=False)
 
     def is_by_rows(self, region: Region, in_blocks: bool = False) -> bool:
         return region.axis == 0 and all(x.is_by_rows(r, in_blocks) for x, r in self._requests(region, {}))
@@ -108,9 +108,9 @@ class Chain(Deferred):
             of_branches: list[tuple[Deferred, Region]] = []
             jax.eval_shape(lambda: self._of_branches(lambda x: of_branches.extend(_requests(x, region, {})), branches))
             return of_branches
-        computed = self._computation(region)
+        computed = None if self._sliced else self._computation(region)
         regions: list[Any] = [EVERYTHING] * len(self.operands) if computed is None else [*computed.regions]
-        if self._sliced and computed is None:
+        if self._sliced:
             regions[0] = DynamicRows(0, Numbers(None, self._sliced))
         pairs = zip(self.operands, regions, strict=True)
         return [each for x, r in pairs if r is not None for each in _requests(x, r, found)]
@@ -136,12 +136,13 @@ class Chain(Deferred):
             elif isinstance(branches, Branches):
                 of_branch = reader._replace(beside=None, level=None)
                 out = self._of_branches(lambda x: _read(x, region, of_branch, {**known}), branches)
-            elif self._sliced and computed is None:
+            elif self._sliced:
                 array, start, *others = self.operands
                 start, *others = (_read(x, EVERYTHING, reader, known) for x in (start, *others))
                 first = clipped(start, eqn.avals_in[0].shape[0] - self._sliced)
-                rows = DynamicRows(0, first + jnp.arange(self._sliced, dtype=jnp.int32))
-                out = eqn.bind(_read(array, rows, reader, known), jnp.zeros_like(start), *others)
+                out = _read(array, DynamicRows(0, first + jnp.arange(self._sliced, dtype=jnp.int32)), reader, known)
+                if out.shape != self.shape:
+                    out = eqn.bind(out, jnp.zeros_like(start), *others)
                 out = region.take(out)
             elif computed is None:
                 operands = [_read(x, EVERYTHING, reader, known) for x in self.operands]

@@ -10,7 +10,7 @@ from optax_freeze._program.trace import Equation, Program
 from optax_freeze._spec.sharding import eval_types
 
 
-class Level(Protocol):
+class Outer(Protocol):
     """The evaluation of a program, as far as an operation that has programs of its own knows it.
 
     ``reads``: where reads of arrays in host memory are noted.
@@ -40,6 +40,16 @@ class Level(Protocol):
     ) -> Any:
         """The evaluation of a program inside of an operation; ``waits``: whether second reads wait there."""
         ...
+
+
+class Level:
+    """Stands for the evaluation of a program in the values that it makes, which must not keep all others alive.
+
+    ``inside``: evaluates the program of an operation.
+    """
+
+    def __init__(self, inside: Callable[..., Any]) -> None:
+        self.inside = inside
 
 
 class Reader(NamedTuple):

@@ -16,7 +16,7 @@ from optax_freeze._jax_internals import Branches, Loop, Mapped, While, inside, p
 from optax_freeze._program import host_loops
 from optax_freeze._program.chain import Chain
 from optax_freeze._program.decisions import decisive
-from optax_freeze._program.deferred import Deferred, Input, Reader, part_of, type_of
+from optax_freeze._program.deferred import Deferred, Input, Level, Reader, part_of, type_of
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.host_lookups import host_lookup
 from optax_freeze._program.operations import is_cheap, is_move
@@ -59,7 +59,7 @@ def evaluate_in_part(
     program = flatten(jax.make_jaxpr(of_arrays)(*map(type_of, arrays)))
     evaluation = Evaluation(program, range(len(arrays)), reads=reads)
     found = evaluation.run(arrays)
-    reader = Reader(level=evaluation, reads=reads)
+    reader = Reader(level=evaluation.level, reads=reads)
     return [part_of(x, EVERYTHING, reader) if count is None or n < count else x for n, x in enumerate(found)]
 
 
@@ -82,7 +82,7 @@ class Evaluation:
         reads: Any = None,
         waits: bool = True,
     ) -> None:
-        self.program, self.reads, self._waits = program, reads, waits
+        self.program, self.reads, self._waits, self.level = program, reads, waits, Level(Evaluation)
         self._given, self._moved = {*program.consts, *given}, set[int]()
         self._decisive = decisive(program, deciding)
         self._values: dict[int, Any] = dict(program.consts)
@@ -105,7 +105,7 @@ class Evaluation:
             self._write(number, value)
             if isinstance(value, Deferred):
                 self._moved.add(number)
-                value.level = self if value.level is None else value.level
+                value.level = self.level if value.level is None else value.level
         last: dict[int, Equation] = {}
         readers: dict[int, list[Equation]] = {n: [] for n, x in enumerate(inputs) if isinstance(x, Input)}
         for eqn in self.program.eqns:
@@ -130,7 +130,7 @@ class Evaluation:
 
     def run_whole(self, inputs: Sequence[Any]) -> list[Any]:
         """The outputs on the device."""
-        return [part_of(x, EVERYTHING, Reader(level=self, reads=self.reads)) for x in self.run(inputs)]
+        return [part_of(x, EVERYTHING, Reader(level=self.level, reads=self.reads)) for x in self.run(inputs)]
 
     def value(self, x: Any) -> Any:
         """An array, a number, or a value that is not read yet."""
@@ -174,7 +174,7 @@ class Evaluation:
         if chains:
             return chains
         beside = next((x for x in operands if self._waits and isinstance(x, jax.Array)), None)
-        reader = Reader(eqn, beside, self, self.reads)
+        reader = Reader(eqn, beside, self.level, self.reads)
         outs = self._by_parts(eqn, operands, reader)
         return eqn.bind_all(*(part_of(x, EVERYTHING, reader) for x in operands)) if outs is None else outs
 
@@ -230,5 +230,5 @@ class Evaluation:
         if not all(self.is_repeated(x) or (is_deferred and not aval.shape) for x, aval in pairs):
             return []
         operands = [*map(self.operand, eqn.inputs)]
-        chains = [Chain(eqn, place, operands, self) for place in range(len(eqn.outputs))]
+        chains = [Chain(eqn, place, operands, self.level) for place in range(len(eqn.outputs))]
         return chains if chains and chains[0].operations <= _MOST_OPERATIONS else []

@@ -12,7 +12,7 @@ from optax_freeze._program.deferred import Deferred, Reader
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows
 from optax_freeze._spec import host_rows
 from optax_freeze._spec.memory_kinds import ROWS_AT_ONCE, is_in_blocks, to_device
-from optax_freeze._spec.sharding import varies
+from optax_freeze._spec.sharding import varies, zeros
 
 FEWEST_AXES = 3
 """The TPU compiler slices arrays in host memory of three axes or more only."""
@@ -45,6 +45,8 @@ class HostArray(Deferred):
         self.name, self.shape = name, region.shape(array.shape[len(starts) :])
 
     def read(self, region: Any, reader: Reader) -> jax.Array:
+        if 0 in (shape := region.shape(self.shape)):
+            return zeros(jax.typeof(to_device(self.array)), shape)
         is_whole = self.region is EVERYTHING and len(self.shape) < FEWEST_AXES
         is_in_rows = bool(self.starts) or self.region is not EVERYTHING
         if region.axis > 0 or (region.axis == 0 and is_whole):

@@ -10,26 +10,26 @@ import jax.numpy as jnp
 
 from optax_freeze._jax_internals import Branches, ClosedJaxpr, Loop, Mapped, While, evaluate_program
 from optax_freeze._program.decisions import results_that_decide
-from optax_freeze._program.deferred import Deferred, Input, Level, Reader, part_of
+from optax_freeze._program.deferred import Deferred, Input, Outer, Reader, part_of
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Numbers
 from optax_freeze._program.trace import Equation, flatten
 
 
-def scan(level: Level, eqn: Equation, loop: Loop, operands: Sequence[Any], reader: Reader) -> Sequence[Any]:
+def scan(outer: Outer, eqn: Equation, loop: Loop, operands: Sequence[Any], reader: Reader) -> Sequence[Any]:
     """The results of a loop whose step reads its row of each stack, and what it needs of other values."""
     first, stacked = loop.consts, loop.stacked
     program = flatten(loop.body)
-    deciding = [*compress(program.outputs, results_that_decide(loop, level.decide(eqn)))]
-    given = {p for p, x in enumerate(eqn.inputs) if level.is_repeated(x) and not first <= p < stacked}
-    consts: list[Any] = [*map(level.operand, eqn.inputs[:first])]
+    deciding = [*compress(program.outputs, results_that_decide(loop, outer.decide(eqn)))]
+    given = {p for p, x in enumerate(eqn.inputs) if outer.is_repeated(x) and not first <= p < stacked}
+    consts: list[Any] = [*map(outer.operand, eqn.inputs[:first])]
     carry = [part_of(x, EVERYTHING, reader) for x in operands[first:stacked]]
     stacks = [x if _has_rows(x) else part_of(x, EVERYTHING, reader) for x in operands[stacked:]]
     sliced = [not isinstance(x, Deferred) for x in stacks]
     types = [var.aval for var in loop.body.jaxpr.invars]
 
     def step(passed: Sequence[Any], reads: Any, i: Any, carry: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
-        inner, left = level.inside(program, given, deciding, reads), iter(rows)
+        inner, left = outer.inside(program, given, deciding, reads), iter(rows)
         of_step = [next(left) if here else _row(x, i) for x, here in zip(stacks, sliced, strict=True)]
         return inner.run_whole([*passed, *carry, *of_step])
 
@@ -46,18 +46,18 @@ def scan(level: Level, eqn: Equation, loop: Loop, operands: Sequence[Any], reade
     return [*carry, *rows]
 
 
-def while_loop(level: Level, eqn: Equation, loop: While, operands: Sequence[Any], reader: Reader) -> Sequence[Any]:
+def while_loop(outer: Outer, eqn: Equation, loop: While, operands: Sequence[Any], reader: Reader) -> Sequence[Any]:
     """The results of a ``while_loop`` whose step reads what it needs."""
     program, first = flatten(loop.body), loop.condition_consts
     last = first + loop.body_consts
-    given = {p for p, x in enumerate(eqn.inputs[first:last]) if level.is_repeated(x)}
-    consts: list[Any] = [*map(level.operand, eqn.inputs[first:last])]
+    given = {p for p, x in enumerate(eqn.inputs[first:last]) if outer.is_repeated(x)}
+    consts: list[Any] = [*map(outer.operand, eqn.inputs[first:last])]
     of_condition, carry = (
         [part_of(x, EVERYTHING, reader) for x in each] for each in (operands[:first], operands[last:])
     )
 
     def step(passed: Sequence[Any], reads: Any, carry: Sequence[Any]) -> list[Any]:
-        return level.inside(program, given, program.outputs, reads).run_whole([*passed, *carry])
+        return outer.inside(program, given, program.outputs, reads).run_whole([*passed, *carry])
 
     body = _traced(step, consts, ([var.aval for var in loop.body.jaxpr.invars[loop.body_consts :]],), reader)
     goes_on = lambda carry: evaluate_program(loop.condition, *of_condition, *carry)[0]  # noqa: E731
@@ -92,34 +92,34 @@ def _traced(step: Callable[..., list[Any]], consts: list[Any], types: Sequence[A
     return body
 
 
-def cond(level: Level, eqn: Equation, found: Branches, operands: Sequence[Any], reader: Reader) -> Sequence[Any]:
+def cond(outer: Outer, eqn: Equation, found: Branches, operands: Sequence[Any], reader: Reader) -> Sequence[Any]:
     """The results of the branch that is taken, which reads what it needs."""
-    given = {p for p, x in enumerate(eqn.inputs[1:]) if level.is_repeated(x)}
+    given = {p for p, x in enumerate(eqn.inputs[1:]) if outer.is_repeated(x)}
     pairs = [*zip(eqn.inputs[1:], operands[1:], strict=True)]
 
     def run(branch: ClosedJaxpr) -> list[Any]:
         program = flatten(branch)
-        passed = [Input(x) if isinstance(x, Deferred) else level.operand(n) for n, x in pairs]
-        deciding = [*compress(program.outputs, level.decide(eqn))]
-        return level.inside(program, given, deciding, reader.reads).run_whole(passed)
+        passed = [Input(x) if isinstance(x, Deferred) else outer.operand(n) for n, x in pairs]
+        deciding = [*compress(program.outputs, outer.decide(eqn))]
+        return outer.inside(program, given, deciding, reader.reads).run_whole(passed)
 
     return jax.lax.switch(part_of(operands[0], EVERYTHING, reader), [functools.partial(run, b) for b in found.programs])
 
 
 def shard_map(
-    level: Level, eqn: Equation, found: Mapped, operands: Sequence[Any], reader: Reader
+    outer: Outer, eqn: Equation, found: Mapped, operands: Sequence[Any], reader: Reader
 ) -> Sequence[Any] | None:
     """The results of a ``jax.shard_map`` in which each device reads its shard of arrays in host memory."""
     shards = {p: x for p, x in enumerate(map(_host_array, operands)) if x is not None}
     if not shards:
         return None
     program = flatten(found.program)
-    given = {p for p, x in enumerate(eqn.inputs) if level.is_repeated(x)}
-    deciding = [*compress(program.outputs, level.decide(eqn))]
+    given = {p for p, x in enumerate(eqn.inputs) if outer.is_repeated(x)}
+    deciding = [*compress(program.outputs, outer.decide(eqn))]
 
     def of_shards(*arrays: Any) -> list[Any]:
         values = [HostArray(x, name=shards[p].name) if p in shards else x for p, x in enumerate(arrays)]
-        return level.inside(program, given, deciding, reader.reads, waits=True).run_whole(values)
+        return outer.inside(program, given, deciding, reader.reads, waits=True).run_whole(values)
 
     mapped = jax.shard_map(
         of_shards,

@@ -427,6 +427,10 @@ def _row_of(stack: tuple[Any, int], i: Any) -> Any:
     array, begins = stack
     place = i - begins
     with in_mesh_of(array):
+        if isinstance(
+            place, int
+        ):  # of a single step: the compiler for TPUs slices arrays in host memory in another way
+            return jax.lax.index_in_dim(array, place, 0, keepdims=False)
         return jax.lax.dynamic_index_in_dim(array, in_this_mesh(place), 0, keepdims=False)
 
 

@@ -284,10 +284,13 @@ class Schedule(NamedTuple):
         context: Context,
     ) -> list[Any]:
         """Evaluates the tasks of a guard at these positions, and returns regions of values that they compute."""
-        tasks = [self.tasks[i] for i in postponed]
-        inside = _inside(tasks, values, outputs)
-        _run_all(tasks, inside, context.inside(guard), None)
-        return read_all(outputs, inside, context, self.program)
+        tasks, values = [self.tasks[i] for i in postponed], self.read_by(postponed, outputs, values)
+        _run_all(tasks, values, context.inside(guard), None)
+        return read_all(outputs, values, context, self.program)
+
+    def read_by(self, postponed: Sequence[int], outputs: Sequence[tuple[Any, Region]], values: Values) -> Values:
+        """A copy of the values that :meth:`run_postponed` reads."""
+        return _inside([self.tasks[i] for i in postponed], values, outputs)
 
 
 def _inside(tasks: Sequence[Task], values: Values, outputs: Sequence[tuple[Any, Region]] = ()) -> Values:
