@@ -374,12 +374,16 @@ _BY_FILE = {
     ("_program/from_host.py", "tests/gradient/test_from_the_host.py"): [
         ("(jax.lax.gather_p, primitives.scan_p)", "(primitives.scan_p,)", "-k Explain"),
         ("isinstance(found, Mapped) and not eqn.has_effects", "False", "-k test_in_shard_map"),
-        ("(self._decisive - self._moved).isdisjoint(eqn.outputs)", "True", "tests/fuzz/test_programs.py -k decide"),
+        ("(self._decisive - self._moved).isdisjoint(eqn.outputs)", "True", "-k compared_is_computed"),
         ("isinstance(found, While)", "False", "-k while_loop"),
     ],
     ("_program/host_loops.py", "tests/gradient/test_from_the_host.py"): [
         ("if not whole:", "if True:", "-k what_a_loop_would_read"),
-        ("x if _has_rows(x) else part_of(x, EVERYTHING, reader)", "part_of(x, EVERYTHING, reader)", "-k in_groups"),
+        (
+            "x if _has_rows(x) else part_of(x, EVERYTHING, reader)",
+            "part_of(x, EVERYTHING, reader)",
+            "-k no_stack_comes",
+        ),
     ],
     ("_program/chain.py", "tests/gradient/test_from_the_host.py"): [
         (
@@ -389,7 +393,7 @@ _BY_FILE = {
         ),
     ],
     ("_program/deferred.py", "tests/gradient/test_from_the_host.py"): [
-        ("reader.level is not None and reader.level is self.level", "False", "-k test_by_rows"),
+        ("reader.level is not None and reader.level is self.level", "False", "-k its_row_once"),
     ],
     ("_program/propagation.py", "tests/program/test_loops.py"): [
         ("if is_same(joined, [*carry]):", "if True:", "-k carry"),

@@ -203,6 +203,24 @@ def test_no_stack_comes_to_the_device(loss):
     assert whole_stacks(fz.value_and_grad(loss, LORA), fz.offload(params(), LORA, min_bytes=0), X) == []
 
 
+def test_a_step_reads_its_row_once():
+    base = fz.offload(three(), HEAD, min_bytes=0)
+    loss = lambda p, x: jnp.sum(jax.lax.scan(lambda x, w: (x @ w @ w, None), x, p["up"])[0] @ p["head"])  # noqa: E731
+    traced = jax.make_jaxpr(fz.grad(loss, HEAD))(base, X)
+    names = [eqn.primitive.name for inner in programs(traced.jaxpr) for eqn in inner.eqns]
+    assert names.count("device_put") == 1
+
+
+def test_what_is_compared_is_computed_once():
+    def loss(p, x):
+        scaled = p["up"] * 0.3
+        return jnp.sum(jnp.where(scaled == scaled.max(), x[0, 0] * p["head"][0], 0.0))
+
+    traced = jax.make_jaxpr(fz.grad(loss, HEAD))(fz.offload(three(), HEAD, min_bytes=0), X)
+    names = [eqn.primitive.name for inner in programs(traced.jaxpr) for eqn in inner.eqns]
+    assert names.count("device_put") == 1
+
+
 def test_a_while_loop_reads_a_row_in_each_step():
     def loss(p, x):
         x = jax.lax.while_loop(
