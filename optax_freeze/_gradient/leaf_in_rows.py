@@ -50,8 +50,12 @@ class DeferredLeaf(Input):
 
     def __init__(self, leaf: LeafInRows, array: Any, rows: Any, numbers: Sequence[Any], struct: Any) -> None:
         array = array if isinstance(array, Deferred) else Input(array)
-        self.on_host, self.at_once, self.note = array.on_host, not array.on_host, lambda: None
+        self.on_host, self.note = array.on_host, lambda: None
         self.leaf, self.given, self.type, self.shape = leaf, [array, rows, *numbers], struct, struct.shape
+
+    @property
+    def at_once(self) -> bool:  # type: ignore[override]
+        return not self.on_host and not self.is_looked_up
 
     def whole(self, reader: Reader) -> Any:
         array, rows, *numbers = self.given

@@ -116,8 +116,8 @@ def type_of(value: Any) -> Any:
 class Input(Deferred):
     """An input of a program, which is read once if the program reads all of it; ``note`` is then called.
 
-    ``at_once``: whether all of it is read if any part is; ``is_looked_up``: whether the program reads it only in a few
-    lookups, and in loops.
+    ``at_once``: whether all of it is read if any part is; ``is_looked_up``: whether the program reads it only in
+    slices, a few lookups, and loops.
     """
 
     at_once = is_looked_up = False

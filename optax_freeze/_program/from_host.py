@@ -30,6 +30,7 @@ from optax_freeze._program.regions import (
 from optax_freeze._program.trace import Equation, Program, flatten, is_reference
 from optax_freeze._spec.memory_kinds import is_on_host
 
+_SLICES = (jax.lax.slice_p, jax.lax.dynamic_slice_p)
 _MOST_LOOKUPS = 2
 """The most lookups in an array on the device that put together only the rows that they read."""
 _MOST_OPERATIONS = 64
@@ -114,7 +115,8 @@ class Evaluation:
                 if number in readers:
                     readers[number].append(eqn)
         for number, eqns in readers.items():
-            lookups = [host_lookup(eqn) is not None for eqn in eqns if inside(eqn) is None]
+            others = [eqn for eqn in eqns if inside(eqn) is None and eqn.primitive not in _SLICES]
+            lookups = [host_lookup(eqn) is not None for eqn in others]
             inputs[number].is_looked_up = all(lookups) and len(lookups) <= _MOST_LOOKUPS
         dropped: dict[int, list[int]] = {}
         for number in {*last}.difference(x for x in self.program.outputs if isinstance(x, int)):
