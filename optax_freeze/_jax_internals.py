@@ -75,6 +75,17 @@ class Mapped(NamedTuple):
     check_vma: bool
     axis_names: set[str]
 
+    def map(self, fun: Callable[..., Any], in_specs: Sequence[Any], out_specs: Sequence[Any]) -> Callable[..., Any]:
+        """Another function of shards, on the same mesh."""
+        return jax.shard_map(
+            fun,
+            mesh=self.mesh,
+            in_specs=tuple(in_specs),
+            out_specs=[*out_specs],
+            check_vma=self.check_vma,
+            axis_names=self.axis_names,
+        )
+
 
 class Branches(NamedTuple):
     """An equation of which the first operand says which program is applied to the others.

@@ -380,7 +380,7 @@ _BY_FILE = {
     ("_program/host_loops.py", "tests/gradient/test_from_the_host.py"): [
         ("if not whole:", "if True:", "-k what_a_loop_would_read"),
         (
-            "x if _has_rows(x) else part_of(x, EVERYTHING, reader)",
+            "x if isinstance(x, Deferred) and x.has_rows() else part_of(x, EVERYTHING, reader)",
             "part_of(x, EVERYTHING, reader)",
             "-k no_stack_comes",
         ),

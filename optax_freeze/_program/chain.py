@@ -128,7 +128,7 @@ class Chain(Deferred):
         return known[id(self), region]
 
     def _compute(self, region: Region, reader: Reader, known: dict[Any, Any]) -> Any:
-        eqn, computed, branches = self.eqn, self._computation(region), inside(self.eqn)
+        eqn, branches = self.eqn, inside(self.eqn)
         empty = without_elements(region, eqn.avals_out[self.place])
         with eqn.source.scope():
             if empty is not None:
@@ -144,7 +144,7 @@ class Chain(Deferred):
                 if out.shape != self.shape:
                     out = eqn.bind(out, jnp.zeros_like(start), *others)
                 out = region.take(out)
-            elif computed is None:
+            elif (computed := self._computation(region)) is None:
                 operands = [_read(x, EVERYTHING, reader, known) for x in self.operands]
                 out = region.take(eqn.bind_all(*operands)[self.place])
             else:

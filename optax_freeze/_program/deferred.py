@@ -1,22 +1,29 @@
 """Values that are not read yet: each reader brings to the device, or computes, only the part that it wants."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region
-from optax_freeze._program.trace import Equation, Program
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Numbers, Region
+from optax_freeze._program.trace import Equation
 from optax_freeze._spec.sharding import eval_types
 
 
-class Outer(Protocol):
-    """The evaluation of a program, as far as an operation that has programs of its own knows it.
+class Level:
+    """Stands for the evaluation of a program in the values that it makes, which must not keep all others alive.
 
-    ``reads``: where reads of arrays in host memory are noted.
+    ``inside``: evaluates the program of an operation.
     """
 
-    reads: list[tuple[Any, Any, bool]] | None
+    def __init__(self, inside: Callable[..., Any]) -> None:
+        self.inside = inside
+
+
+class Outer(Protocol):
+    """The evaluation of a program, as far as an operation that has programs of its own knows it."""
+
+    level: Level
 
     def operand(self, x: Any) -> Any:
         """A value, or how it is computed again, for operations that are repeated where their results are read."""
@@ -29,27 +36,6 @@ class Outer(Protocol):
     def decide(self, eqn: Equation) -> list[bool]:
         """Which results of an operation decide."""
         ...
-
-    def inside(
-        self,
-        program: Program,
-        given: Collection[int],
-        deciding: Collection[Any] = (),
-        reads: Any = None,
-        waits: bool = False,
-    ) -> Any:
-        """The evaluation of a program inside of an operation; ``waits``: whether second reads wait there."""
-        ...
-
-
-class Level:
-    """Stands for the evaluation of a program in the values that it makes, which must not keep all others alive.
-
-    ``inside``: evaluates the program of an operation.
-    """
-
-    def __init__(self, inside: Callable[..., Any]) -> None:
-        self.inside = inside
 
 
 class Reader(NamedTuple):
@@ -95,6 +81,10 @@ class Deferred:
     def is_by_rows(self, region: Region, in_blocks: bool = False) -> bool:
         """Whether a region is read without reading all of an array in host memory; of a matrix, by ``in_blocks``."""
         raise NotImplementedError
+
+    def has_rows(self, in_blocks: bool = False) -> bool:
+        """:meth:`is_by_rows` of a row whose number is a value of the program."""
+        return self.is_by_rows(DynamicRows(0, Numbers(None, 1)), in_blocks)
 
     def row(self, i: jax.Array) -> Any:
         """One row along the first axis, not read yet if possible."""

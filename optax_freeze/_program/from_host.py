@@ -21,12 +21,7 @@ from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.host_lookups import host_lookup
 from optax_freeze._program.operations import is_cheap, is_move
 from optax_freeze._program.recompute import is_repeated
-from optax_freeze._program.regions import (
-    EVERYTHING,
-    DynamicRows,
-    Numbers,
-    Values,
-)
+from optax_freeze._program.regions import EVERYTHING, Values
 from optax_freeze._program.trace import Equation, Program, flatten, is_reference
 from optax_freeze._spec.memory_kinds import is_on_host
 
@@ -89,17 +84,6 @@ class Evaluation:
         self._values: dict[int, Any] = dict(program.consts)
         self._chains: dict[int, Chain] = {}  # of values that are computed, too
 
-    def inside(
-        self,
-        program: Program,
-        given: Collection[int],
-        deciding: Collection[Any] = (),
-        reads: Any = None,
-        waits: bool = False,
-    ) -> "Evaluation":
-        """The evaluation of a program inside of an operation."""
-        return Evaluation(program, given, deciding, reads, waits)
-
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """The outputs, some of which may not be read yet."""
         for number, value in enumerate(inputs):
@@ -108,7 +92,8 @@ class Evaluation:
                 self._moved.add(number)
                 value.level = self.level if value.level is None else value.level
         last: dict[int, Equation] = {}
-        readers: dict[int, list[Equation]] = {n: [] for n, x in enumerate(inputs) if isinstance(x, Input)}
+        on_device = [n for n, x in enumerate(inputs) if isinstance(x, Input) and not x.on_host]
+        readers: dict[int, list[Equation]] = {n: [] for n in on_device}
         for eqn in self.program.eqns:
             for number in (*eqn.outputs, *eqn.reads):
                 last[number] = eqn
@@ -194,8 +179,8 @@ class Evaluation:
         if (lookup := host_lookup(eqn)) is None:
             return None
         place, apply = lookup
-        table, row = operands[place], DynamicRows(0, Numbers(None, 1))
-        if not isinstance(table, Deferred) or not table.is_by_rows(row, in_blocks=True):
+        table = operands[place]
+        if not isinstance(table, Deferred) or not table.has_rows(in_blocks=True):
             return None
         if not table.on_host and not (isinstance(table, Input) and table.is_looked_up):
             return None

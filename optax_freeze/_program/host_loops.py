@@ -12,7 +12,7 @@ from optax_freeze._jax_internals import Branches, ClosedJaxpr, Loop, Mapped, Whi
 from optax_freeze._program.decisions import results_that_decide
 from optax_freeze._program.deferred import Deferred, Input, Outer, Reader, part_of
 from optax_freeze._program.host_array import HostArray
-from optax_freeze._program.regions import EVERYTHING, DynamicRows, Numbers
+from optax_freeze._program.regions import EVERYTHING
 from optax_freeze._program.trace import Equation, flatten
 
 
@@ -24,12 +24,14 @@ def scan(outer: Outer, eqn: Equation, loop: Loop, operands: Sequence[Any], reade
     given = {p for p, x in enumerate(eqn.inputs) if outer.is_repeated(x) and not first <= p < stacked}
     consts: list[Any] = [*map(outer.operand, eqn.inputs[:first])]
     carry = [part_of(x, EVERYTHING, reader) for x in operands[first:stacked]]
-    stacks = [x if _has_rows(x) else part_of(x, EVERYTHING, reader) for x in operands[stacked:]]
+    stacks = [
+        x if isinstance(x, Deferred) and x.has_rows() else part_of(x, EVERYTHING, reader) for x in operands[stacked:]
+    ]
     sliced = [not isinstance(x, Deferred) for x in stacks]
     types = [var.aval for var in loop.body.jaxpr.invars]
 
     def step(passed: Sequence[Any], reads: Any, i: Any, carry: Sequence[Any], rows: Sequence[Any]) -> list[Any]:
-        inner, left = outer.inside(program, given, deciding, reads), iter(rows)
+        inner, left = outer.level.inside(program, given, deciding, reads, waits=False), iter(rows)
         of_step = [next(left) if here else _row(x, i) for x, here in zip(stacks, sliced, strict=True)]
         return inner.run_whole([*passed, *carry, *of_step])
 
@@ -57,7 +59,8 @@ def while_loop(outer: Outer, eqn: Equation, loop: While, operands: Sequence[Any]
     )
 
     def step(passed: Sequence[Any], reads: Any, carry: Sequence[Any]) -> list[Any]:
-        return outer.inside(program, given, program.outputs, reads).run_whole([*passed, *carry])
+        inner = outer.level.inside(program, given, program.outputs, reads, waits=False)
+        return inner.run_whole([*passed, *carry])
 
     body = _traced(step, consts, ([var.aval for var in loop.body.jaxpr.invars[loop.body_consts :]],), reader)
     goes_on = lambda carry: evaluate_program(loop.condition, *of_condition, *carry)[0]  # noqa: E731
@@ -67,10 +70,6 @@ def while_loop(outer: Outer, eqn: Equation, loop: While, operands: Sequence[Any]
 def _row(stack: Deferred, i: jax.Array) -> Any:
     row = stack.row(i)
     return Input(row) if isinstance(row, Deferred) else row
-
-
-def _has_rows(stack: Any) -> bool:
-    return isinstance(stack, Deferred) and stack.is_by_rows(DynamicRows(0, Numbers(None, 1)))
 
 
 def _traced(step: Callable[..., list[Any]], consts: list[Any], types: Sequence[Any], reader: Reader) -> ClosedJaxpr:
@@ -101,7 +100,7 @@ def cond(outer: Outer, eqn: Equation, found: Branches, operands: Sequence[Any], 
         program = flatten(branch)
         passed = [Input(x) if isinstance(x, Deferred) else outer.operand(n) for n, x in pairs]
         deciding = [*compress(program.outputs, outer.decide(eqn))]
-        return outer.inside(program, given, deciding, reader.reads).run_whole(passed)
+        return outer.level.inside(program, given, deciding, reader.reads, waits=False).run_whole(passed)
 
     return jax.lax.switch(part_of(operands[0], EVERYTHING, reader), [functools.partial(run, b) for b in found.programs])
 
@@ -119,16 +118,9 @@ def shard_map(
 
     def of_shards(*arrays: Any) -> list[Any]:
         values = [HostArray(x, name=shards[p].name) if p in shards else x for p, x in enumerate(arrays)]
-        return outer.inside(program, given, deciding, reader.reads, waits=True).run_whole(values)
+        return outer.level.inside(program, given, deciding, reader.reads).run_whole(values)
 
-    mapped = jax.shard_map(
-        of_shards,
-        mesh=found.mesh,
-        in_specs=tuple(found.in_specs),
-        out_specs=[*found.out_specs],
-        check_vma=found.check_vma,
-        axis_names=found.axis_names,
-    )
+    mapped = found.map(of_shards, found.in_specs, found.out_specs)
     return mapped(*(shards[p].array if p in shards else part_of(x, EVERYTHING, reader) for p, x in enumerate(operands)))
 
 

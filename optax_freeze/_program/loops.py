@@ -427,9 +427,8 @@ def _row_of(stack: tuple[Any, int], i: Any) -> Any:
     array, begins = stack
     place = i - begins
     with in_mesh_of(array):
-        if isinstance(
-            place, int
-        ):  # of a single step: the compiler for TPUs slices arrays in host memory in another way
+        # Of a single step: the compiler for TPUs refuses some slices of arrays in host memory by computed numbers.
+        if isinstance(place, int):
             return jax.lax.index_in_dim(array, place, 0, keepdims=False)
         return jax.lax.dynamic_index_in_dim(array, in_this_mesh(place), 0, keepdims=False)
 
@@ -467,15 +466,9 @@ def shard_map(walk: Planner, eqn: Equation, found: Mapped, wanted: Sequence[Any]
     places = [place for place in range(len(eqn.inputs)) if place in inner.given]
 
     def apply(context: Context, operands: Sequence[Any]) -> Sequence[Any]:
-        mapped = jax.shard_map(
-            lambda *shards: inner.run(Values(dict(zip(places, shards, strict=True))), context),
-            mesh=found.mesh,
-            in_specs=tuple(found.in_specs[n] for n in places),
-            out_specs=[spec for spec, r in zip(found.out_specs, regions, strict=True) if r is not None],
-            check_vma=found.check_vma,
-            axis_names=found.axis_names,
-        )
-        return mapped(*operands)
+        of_shards = lambda *shards: inner.run(Values(dict(zip(places, shards, strict=True))), context)  # noqa: E731
+        out_specs = [spec for spec, r in zip(found.out_specs, regions, strict=True) if r is not None]
+        return found.map(of_shards, [found.in_specs[n] for n in places], out_specs)(*operands)
 
     reads = [Read(eqn.inputs[n], EVERYTHING) for n in places]
     writes = [(n, r) for n, r in zip(eqn.outputs, regions, strict=True) if r is not None]
