@@ -283,9 +283,11 @@ class Schedule(NamedTuple):
         values: Values,
         context: Context,
     ) -> list[Any]:
-        """Evaluates the tasks of a guard at these positions, and returns regions of values that they compute."""
-        tasks, values = [self.tasks[i] for i in postponed], self.read_by(postponed, outputs, values)
-        _run_all(tasks, values, context.inside(guard), None)
+        """Evaluates the tasks of a guard at these positions, and returns regions of values that they compute.
+
+        ``values`` are those of :meth:`read_by`, to which the tasks write.
+        """
+        _run_all([self.tasks[i] for i in postponed], values, context.inside(guard), None)
         return read_all(outputs, values, context, self.program)
 
     def read_by(self, postponed: Sequence[int], outputs: Sequence[tuple[Any, Region]], values: Values) -> Values:
