@@ -307,7 +307,7 @@ def judge(case: Case, begin_ours: Callable[[], None] = lambda: None) -> None:
             raise NotAskedError from error
         if [*tracers_in(traced.jaxpr)] or len(traced.jaxpr.in_avals) > len(jax.tree.leaves(inputs)):
             raise NotAskedError  # of a trace that has ended: JAX compiles it if they happen not to be used
-        if case.way == "from the host" and "ordered=True" in text:
+        if case.way == "from the host" and re.search(r"ordered=True|\bOrderedDebug", text):
             raise NotAskedError  # JAX alone compiles no effects in order beside an array in host memory
         if case.way != "groups":
             trace_with_rows(case, inputs)
