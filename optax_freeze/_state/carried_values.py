@@ -7,7 +7,7 @@ a leaf share them. Numbers beside moments, such as a count, continue, unless no 
 import collections
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -45,18 +45,22 @@ class Carried(NamedTuple):
 
     def merge(self, entry: Entry, arrays: Sequence[Any]) -> list[Any]:
         """The arrays of a new entry with the values of the old one."""
-        olds, selection = self.old.arrays, entry.selection
+        olds = self.old.arrays
         if self.by == "arrays":
             return olds
         if self.by == "rows":
             each = zip(self.axes, arrays, olds, strict=True)
             return [old if axis is None else self._move(axis, new, old) for axis, new, old in each]
-        full = _full(self.old, olds[0])
+        return [self._elements(entry, *pair) for pair in zip(arrays, olds, strict=True)]
+
+    def _elements(self, entry: Entry, new: Any, old: Any) -> Any:
+        full = _full(self.old, old)
         if (moved := self.old.moved) is not None:
             full = at(full, moved.axis, jnp.asarray(moved.rows)).get(mode="clip")
         if self.stays is not True:
-            full = _choose(~self.stays, _full(entry, arrays[0]), full)
-        return [selection.take(full).values if selection is not None and isinstance(entry.value, Part) else full]
+            full = _choose(~self.stays, _full(entry, new), full)
+        selection = entry.selection if isinstance(entry.value, Part) else None
+        return full if selection is None else selection.take(full).values
 
     def _move(self, axis: int, new: Any, old: Any) -> jax.Array:
         def moved(new: Any, old: Any, position: Any, stays: Any) -> jax.Array:
@@ -90,27 +94,21 @@ class CarriedValues:
         ]
         self.sources = _without_some(entries, self.sources, olds)
         self._uncertain = {i for i, is_certain in enumerate(certain) if not is_certain}
-        self._paths = {*_tree.paths(params)}
         self._held: dict[Any, set[str]] = collections.defaultdict(set)  # the leaves of each place before
         for entry in old:
             if entry.leaf is not None and entry.arrays:
                 self._held[_place(entry)[0]].add(entry.leaf)
-        self._of_no_leaf: dict[Any, list[int]] = collections.defaultdict(list)  # by scope
         by_place: dict[Any, list[int]] = collections.defaultdict(list)
         for i, entry in enumerate(entries):
             by_place[_place(entry)[0]].append(i)
-            if entry.leaf is None and entry.arrays:
-                self._of_no_leaf[entry.scope].append(i)
         self.anew: dict[Any, Bool] = {place: self._begins_anew_at(place, inside) for place, inside in by_place.items()}
 
     def _begins_anew_at(self, place: tuple[Any, str], inside: Sequence[int]) -> Bool:
         """:attr:`anew` at a place, which has the entries with these numbers."""
         entries, sources = self.entries, self.sources
         moments = [i for i in inside if entries[i].leaf is not None]
-        # A moment of a complex leaf may consist of two arrays.
-        others = [i for i in self._of_no_leaf[place[0]] if _is_in_moment(entries[i], place[1], self._paths)]
         # Adam with new moments and an old count would take a first step of up to 3.2 times the usual one.
-        flags = [_not(_any([source.kept for i in (*moments, *others) for source in sources[i]]))]
+        flags = [_not(_any([source.kept for i in moments for source in sources[i]]))]
         fields = {_place(entries[i])[1] for i in inside}
         # The inner products of L-BFGS, and a line search, are about all elements: with others they mean another loss.
         if {"grad", "value"} <= fields or any(_is_history(entries[i]) or i in self._uncertain for i in moments):
@@ -119,7 +117,7 @@ class CarriedValues:
             flags += [source.changed for source in before]
             flags += [self._held[_place(source.old)[0]] != leaves for source in before]
             flags += [bool(entries[i].arrays) for i in moments if not sources[i]]
-        return any(entries[i].arrays for i in (*moments, *others)) and _any(flags)
+        return any(entries[i].arrays for i in moments) and _any(flags)
 
     def begins_anew(self, entry: Entry) -> Bool:
         """Whether a new entry keeps its initial values."""
@@ -140,13 +138,6 @@ def _place(entry: Entry) -> tuple[Any, str]:
     """The scope and the address of the state of one transformation, and the field there."""
     path, _, field = (str(entry.address) if entry.leaf is None else entry.tree).rpartition("/")
     return (entry.scope, path), field
-
-
-def _is_in_moment(entry: Entry, path: str, params: Collection[str]) -> bool:
-    """Whether an array is part of a moment of the transformation at a path: it is below that of a parameter."""
-    address = _place(entry)[0][1]
-    inside = address[len(path) :].lstrip("/") if address.startswith(f"{path}/" if path else "") else ""
-    return inside != "" and inside.partition("/")[2] in params
 
 
 def _is_number(entry: Entry) -> bool:
@@ -184,7 +175,7 @@ def _source(entry: Entry, old: Entry, axes: Axes, axes_of_moved: Axes | None = N
     frozen = [selection.frozen(len(entry.shape)) for selection in (before, now)]
     stays = _not(_any(frozen))
     kept, changed = (x if isinstance(x, bool) else x.any() for x in (stays, not same and jnp.not_equal(*frozen)))
-    if all(e.leaf is not None and [e.shape_of_part] == s for e, s in ((entry, shape), (old, *others))):
+    if _are_moments(entry, old):
         return Carried(old, "elements", kept, changed, stays)
     if any(in_parts):
         return None
@@ -239,12 +230,17 @@ def _source_of_moved(entry: Entry, old: Entry, axes: Axes | None) -> Carried | N
         position = np.searchsorted(a, wanted)
         stays = (a.take(position, mode="clip") == wanted) & (wanted >= 0) & (b < len(moved.rows))
         return Carried(old, "rows", bool(stays.any()), True, jnp.asarray(stays), jnp.asarray(position), axes)
-    shapes = [[np.shape(array) for array in each.arrays] for each in (entry, old)]
-    if entry.leaf is None or shapes != [[entry.shape_of_part], [old.shape_of_part]]:
+    if not _are_moments(entry, old):
         return None
     frozen = np.broadcast_to(np.asarray(before.frozen(len(old.shape))), old.shape)
     stays = ~(moved.take(frozen, True) | np.asarray(now.frozen(len(entry.shape))))
     return Carried(old, "elements", bool(stays.any()), True, jnp.asarray(stays))
+
+
+def _are_moments(entry: Entry, old: Entry) -> bool:
+    """Whether all arrays of both entries have an element for each of the parameter, or of its trainable part."""
+    fits = (all(np.shape(x) == e.shape_of_part and e.leaf is not None for x in e.arrays) for e in (entry, old))
+    return all(fits) and len(entry.arrays) == len(old.arrays)
 
 
 def _without_some(

@@ -20,7 +20,6 @@ from optax_freeze._optimizer.call_init import each_once
 from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.folded_paths import fold
-from optax_freeze._spec.prefix_tree import is_above
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.carried_values import CarriedValues
@@ -282,9 +281,7 @@ def _refuse_other_state(old: Sequence[Entry], new: Sequence[Entry], before: Leav
     """
     trains = {entry.leaf for entry in new if entry.arrays}
     held = [entry for entry in old if entry.leaf is not None and entry.arrays]
-    # A moment of a complex leaf may consist of two arrays, with paths below that of the leaf.
-    is_within = any(is_above(path, str(entry.leaf)) for path in trains if path is not None for entry in held)
-    if held and trains - {None} and not before.kept and not by_type and not is_within:
+    if held and trains - {None} and not before.kept and not by_type:
         raise no_fit(held[0], "no leaf in common with the parameters")
     groups = {entry.scope.names for entry in new}
     stateless = all(entry.optional for entry in new)

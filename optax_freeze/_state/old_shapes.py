@@ -29,8 +29,7 @@ def shapes_before(state: PyTree, fresh: Sequence[Entry]) -> dict[str, Shape]:
     trees: dict[str, bool] = {}
     for entry in fresh:
         if entry.leaf is not None:
-            arrays = entry.arrays
-            fits = not arrays or [np.shape(array) for array in arrays] == [entry.shape_of_part]
+            fits = all(np.shape(array) == entry.shape_of_part for array in entry.arrays)
             trees[entry.tree] = trees.get(entry.tree, True) and fits
     others = {entry.address for entry in fresh if entry.leaf is None}
     inner = {entry.address: entry.leaf for entry in fresh if entry.leaf is not None}
@@ -39,7 +38,8 @@ def shapes_before(state: PyTree, fresh: Sequence[Entry]) -> dict[str, Shape]:
         tree = max((tree for tree in trees if is_above(tree, address)), key=len, default=None)
         if entry.address is None or entry.optional or address in others or tree is None:
             continue
-        path = inner.get(address) or address[len(tree) :].lstrip("/")
+        above = address.rpartition("/")[0]  # of real and imaginary parts, which are one entry of ``fresh``
+        path = inner.get(address) or inner.get(above) or address[len(tree) :].lstrip("/")
         if _tree.is_masked_node(entry.value) or not trees[tree]:
             found.setdefault(path, None)
         elif not found.get(path):

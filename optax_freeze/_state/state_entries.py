@@ -5,7 +5,9 @@ The moment of ``encoder/kernel`` in the state of Adam has the address ``0/mu/enc
 path is different, but its address is the same.
 """
 
+import collections
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -124,7 +126,8 @@ def join(*paths: str | None) -> str:
 class Entry(NamedTuple):
     """One array, ``Part`` or ``MaskedNode`` of a state.
 
-    What an optimizer has for a leaf that trains in part is a ``Part`` here: of an array, or of a list of arrays.
+    What an optimizer has for a leaf that trains in part is a ``Part`` here: of an array, or of a list of arrays. Real
+    and imaginary parts are a list of arrays.
     """
 
     address: str | None  # None for a field of this library's own states
@@ -194,7 +197,8 @@ def entries_of(state: PyTree, shapes: Mapping[str, Any], largest: int = 0) -> li
             indices.append(at.indices)
     owner_of = parameter_of((entry.address for entry in entries if entry.address is not None), shapes, largest)
     pairs = zip(entries, indices, strict=True)
-    return [entry if entry.optional else _with_leaf(entry, its, shapes, owner_of) for entry, its in pairs]
+    entries = [entry if entry.optional else _with_leaf(entry, its, shapes, owner_of) for entry, its in pairs]
+    return _joined(entries, indices, shapes)
 
 
 def _address_of_list(entry: Entry, indices: Mapping[str, Any], shapes: Mapping[str, Any]) -> str | None:
@@ -214,8 +218,30 @@ def _with_leaf(
     leaf = owner_of(str(entry.address), True)
     if leaf is None or not _is_part(entry.value, indices.get(leaf)):
         leaf = owner_of(str(entry.address))
-    if leaf is None:
-        return entry
+    return entry if leaf is None else _of_leaf(entry, leaf, indices, shapes)
+
+
+def _joined(entries: Sequence[Entry], indices: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any]) -> list[Entry]:
+    """The entries; real and imaginary parts are one: several arrays below the path of a parameter, all of its shape."""
+    below: dict[Any, list[int]] = collections.defaultdict(list)
+    for i, entry in enumerate(entries):
+        segments = [] if entry.leaf is not None or entry.optional else str(entry.address).split("/")
+        for start, stop in itertools.combinations(range(len(segments)), 2):
+            if (path := "/".join(segments[start:stop])) in shapes:
+                below["/".join(segments[:stop]), path, entry.scope].append(i)
+    found: dict[int, Entry] = dict(enumerate(entries))
+    for (address, leaf, _), places in below.items():
+        its, of_parts = [entries[i] for i in places], indices[places[0]]
+        shape = shape_of_part(*of_parts[leaf]) if leaf in of_parts else shapes[leaf]
+        if len(its) > 1 and shape and all(np.shape(entry.value) == shape for entry in its):
+            joined = its[0]._replace(address=address, value=[e.value for e in its], nodes=sum(e.nodes for e in its))
+            found = {i: entry for i, entry in found.items() if i not in places}
+            found[places[0]] = _of_leaf(joined, leaf, of_parts, shapes)
+    return [found[i] for i in sorted(found)]
+
+
+def _of_leaf(entry: Entry, leaf: str, indices: Mapping[str, Any], shapes: Mapping[str, Any]) -> Entry:
+    """An entry that belongs to a parameter."""
     if leaf in indices and not _tree.is_leaf(entry.value):
         entry = entry._replace(value=Part(entry.value, *indices[leaf]))
     # A leaf that is a hole among trainable parameters has no shape.

@@ -106,7 +106,7 @@ def moved(owner: Owner, path: str, axis: int, rows: np.ndarray, old: Any) -> Own
     def of_array(place: Place, array: Any) -> Any:
         if place.param != path:
             return array
-        if not place.address.endswith(path) or np.shape(array) != np.shape(its.take(old)):
+        if not place.is_moment or np.shape(array) != np.shape(its.take(old)):
             return ANY
         is_full = its.kind in ("whole", "dense")
         full = array if is_full else its.put(jnp.zeros(np.shape(old), array.dtype), array)
@@ -124,6 +124,12 @@ class Place(NamedTuple):
     address: str
     param: str | None
     tree: str
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether the array is one of its parameter, or its real or imaginary part; SM3 has lists of other arrays."""
+        is_listed = self.address.rpartition("/")[2].isdigit()
+        return self.param is not None and (self.address.endswith(self.param) or not is_listed)
 
     @property
     def around(self) -> str:
@@ -281,11 +287,10 @@ def merged(
         return ANY, survives
     if now.equals(before):
         return old, True
-    is_moment = place.address.endswith(place.param)  # and not one of several arrays, as of SM3
     in_parts = [each.kind not in ("whole", "dense") for each in (now, before)]
     is_dense = not any(in_parts)
     shapes = [np.shape(each.take(leaf)) for each in (now, before)]
-    if (is_moment or all(in_parts)) and [np.shape(new), np.shape(old)] == shapes:
+    if (place.is_moment or all(in_parts)) and [np.shape(new), np.shape(old)] == shapes:
         pairs = (now, new), (before, old)  # an element for each of the parameter
         full = [a if c.kind in ("whole", "dense") else c.put(jnp.zeros(np.shape(leaf), old.dtype), a) for c, a in pairs]
         value = jnp.where(now.trains & before.trains, full[1], full[0].astype(old.dtype))

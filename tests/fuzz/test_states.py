@@ -692,13 +692,16 @@ def test_a_dense_mask_of_a_vector_of_which_an_optimizer_has_a_list():
 
 @pytest.mark.parametrize("leaves", ["x", "ax"])
 def test_a_complex_leaf_whose_moments_are_two_arrays(leaves):
-    """Between rows and the whole leaf they begin anew, and without moments of other leaves the count, too."""
+    """Both follow the rows of the leaf, also where it grows."""
     rows = ("rows", 0, 1, "static")
     state = Training()
     arrangements = [("plain", []), ("plain", [False, rows][-len(leaves) :])]
     state.init("contrib.split_real_and_imaginary", leaves, arrangements[1], jit=False)
     for arrangement in arrangements:
         state.step(compiled="eager", seed=0, way="update")
+        state.migrate(arrangement=arrangement)
+    for arrangement in [*arrangements, ("freeze", arrangements[1][1])]:
+        state.change_the_model(how="grow", number=-1, axis=0, seed=0)
         state.migrate(arrangement=arrangement)
 
 
