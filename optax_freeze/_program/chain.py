@@ -41,6 +41,13 @@ class Chain(Deferred):
         self.shape = self.type.shape
         self.operations = 1 + sum(x.operations for x in operands if isinstance(x, Deferred))
 
+    def enter(self, level: Level) -> None:
+        if self.level is None:
+            self.level = level
+            for x in self.operands:
+                if isinstance(x, Deferred):
+                    x.enter(level)
+
     def read(self, region: Region, reader: Reader) -> Any:
         return self._read(region, reader, {})
 

@@ -70,6 +70,10 @@ class Deferred:
     computed: Any = None
     """All of it on the device, if it is computed."""
 
+    def enter(self, level: Level) -> None:
+        """Makes it a value of this evaluation, unless it is one of another."""
+        self.level = level if self.level is None else self.level
+
     def read(self, region: Region, reader: Reader) -> Any:
         """A region on the device."""
         raise NotImplementedError

@@ -90,7 +90,7 @@ class Evaluation:
             self._write(number, value)
             if isinstance(value, Deferred):
                 self._moved.add(number)
-                value.level = self.level if value.level is None else value.level
+                value.enter(self.level)
         last: dict[int, Equation] = {}
         on_device = [n for n, x in enumerate(inputs) if isinstance(x, Input) and not x.on_host]
         readers: dict[int, list[Equation]] = {n: [] for n in on_device}

@@ -12,7 +12,7 @@ from optax_freeze._program.deferred import Deferred, Reader
 from optax_freeze._program.regions import EVERYTHING, DynamicRows, Region, Rows
 from optax_freeze._spec import host_rows
 from optax_freeze._spec.memory_kinds import ROWS_AT_ONCE, is_in_blocks, to_device
-from optax_freeze._spec.sharding import varies, zeros
+from optax_freeze._spec.sharding import in_mesh_of, varies, zeros
 
 FEWEST_AXES = 3
 """The TPU compiler slices arrays in host memory of three axes or more only."""
@@ -45,6 +45,10 @@ class HostArray(Deferred):
         self.name, self.shape = name, region.shape(array.shape[len(starts) :])
 
     def read(self, region: Any, reader: Reader) -> jax.Array:
+        with in_mesh_of(self.array):
+            return self._read(region, reader)
+
+    def _read(self, region: Any, reader: Reader) -> jax.Array:
         if 0 in (shape := region.shape(self.shape)):
             return zeros(jax.typeof(to_device(self.array)), shape)
         is_whole = self.region is EVERYTHING and len(self.shape) < FEWEST_AXES

@@ -22,9 +22,14 @@ WRAPPER_NUMBERS = {"mini_step", "gradient_step"}
 class Cut(NamedTuple):
     """The elements of a leaf that an optimizer trains: ``trains`` is True there. ``kind`` says what it receives."""
 
-    kind: str  # "whole", "rows" along ``axis``, "compact" or "dense"
+    kind: str  # "whole", "rows" along ``axis``, "compact", "dense", or "moved": dense, and never equal to another
     trains: np.ndarray
     axis: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether an optimizer receives an array of the shape of the leaf."""
+        return self.kind in ("whole", "dense", "moved")
 
     def numbers(self) -> list[int]:
         """The numbers of the rows, or of the compact elements."""
@@ -37,12 +42,12 @@ class Cut(NamedTuple):
         return (slice(None),) * self.axis + (np.array(self.numbers()),)
 
     def take(self, leaf: Any) -> Any:
-        if self.kind in ("whole", "dense"):
+        if self.is_full:
             return jnp.asarray(leaf) if self.kind == "whole" else jnp.where(self.trains, leaf, jnp.zeros_like(leaf))
         return jnp.asarray(leaf)[self._at()]
 
     def put(self, leaf: Any, part: Any) -> Any:
-        if self.kind in ("whole", "dense"):
+        if self.is_full:
             return part if self.kind == "whole" else jnp.where(self.trains, part, leaf)
         return jnp.asarray(leaf).at[self._at()].set(part)
 
@@ -108,11 +113,10 @@ def moved(owner: Owner, path: str, axis: int, rows: np.ndarray, old: Any) -> Own
             return array
         if not place.is_moment or np.shape(array) != np.shape(its.take(old)):
             return ANY
-        is_full = its.kind in ("whole", "dense")
-        full = array if is_full else its.put(jnp.zeros(np.shape(old), array.dtype), array)
+        full = array if its.is_full else its.put(jnp.zeros(np.shape(old), array.dtype), array)
         return jnp.where(is_new, jnp.zeros((), array.dtype), jnp.take(full, np.maximum(rows, 0), axis))
 
-    cuts = owner.cuts | {path: Cut("dense", its.trains.take(np.maximum(rows, 0), axis) & ~is_new)}
+    cuts = owner.cuts | {path: Cut("moved", its.trains.take(np.maximum(rows, 0), axis) & ~is_new)}
     arrays = [of_array(*each) for each in places(owner)]
     return Owner(cuts, jax.tree.unflatten(jax.tree.structure(owner.state), arrays))
 
@@ -287,12 +291,12 @@ def merged(
         return ANY, survives
     if now.equals(before):
         return old, True
-    in_parts = [each.kind not in ("whole", "dense") for each in (now, before)]
+    in_parts = [not each.is_full for each in (now, before)]
     is_dense = not any(in_parts)
     shapes = [np.shape(each.take(leaf)) for each in (now, before)]
     if (place.is_moment or all(in_parts)) and [np.shape(new), np.shape(old)] == shapes:
         pairs = (now, new), (before, old)  # an element for each of the parameter
-        full = [a if c.kind in ("whole", "dense") else c.put(jnp.zeros(np.shape(leaf), old.dtype), a) for c, a in pairs]
+        full = [a if c.is_full else c.put(jnp.zeros(np.shape(leaf), old.dtype), a) for c, a in pairs]
         value = jnp.where(now.trains & before.trains, full[1], full[0].astype(old.dtype))
         return value if now.kind == "dense" else now.take(value), survives
     if sources > 1:

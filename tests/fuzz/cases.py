@@ -174,6 +174,18 @@ def automatic_axes(p, x):
     return total(lax.scan(lambda c, r: (jnp.tanh(c + total(inside(r))), None), jnp.float32(0), p["a"])[0])
 
 
+def branch_after_one_step(p, x):
+    """What the backward pass computes again from the rows of the leaf is an operand of a branch."""
+    step = lambda n, r: (n + 1, jnp.sin(n.astype(jnp.float32)) * r)  # noqa: E731
+    rows = lax.scan(step, jnp.int32(0), p["a"])[1]
+    return curved(lax.cond(jnp.sum(rows) > 0, jnp.tanh, lambda _: jnp.tanh(p["a"]), rows))
+
+
+def lookup_of_a_chain(p, x):
+    """The lookup is inside of automatic axes, and what it reads of the host is outside."""
+    return curved(jnp.tanh(p["a"]).at[x["i"][:4]].get(out_sharding=P(None, None, None)))
+
+
 ON_MESH = {"x": P(), "i": P(), "k": P()}
 
 CASES = {
@@ -261,6 +273,17 @@ CASES = {
         how="quick",
         mesh="explicit",
         places={**ON_MESH, "a": P("m", None)},
+    ),
+    "a branch after one step": Case(
+        branch_after_one_step, {"a": ((1, 4), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((0,),), way="restrict"
+    ),
+    "a lookup of what is computed of the host's rows": Case(
+        lookup_of_a_chain,
+        {"a": ((3, 4, 4), "float32")},
+        lambda: {"a": ~fz.rows([1])},
+        way="from the host",
+        mesh="explicit",
+        places={**ON_MESH, "a": P()},
     ),
     "an empty piece": Case(empty_piece, SMALL, lambda: {"a": ~fz.rows([0])}, how="quick"),
     "rows of a stack on a mesh": Case(
