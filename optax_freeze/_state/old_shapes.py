@@ -32,15 +32,16 @@ def shapes_before(state: PyTree, fresh: Sequence[Entry]) -> dict[str, Shape]:
             fits = all(np.shape(array) == entry.shape_of_part for array in entry.arrays)
             trees[entry.tree] = trees.get(entry.tree, True) and fits
     others = {entry.address for entry in fresh if entry.leaf is None}
-    inner = {entry.address: entry.leaf for entry in fresh if entry.leaf is not None}
+    inner = {entry.address: entry for entry in fresh if entry.leaf is not None}
     for entry in entries_of(state, {}):
         address = str(entry.address)
         tree = max((tree for tree in trees if is_above(tree, address)), key=len, default=None)
         if entry.address is None or entry.optional or address in others or tree is None:
             continue
-        above = address.rpartition("/")[0]  # of real and imaginary parts, which are one entry of ``fresh``
-        path = inner.get(address) or inner.get(above) or address[len(tree) :].lstrip("/")
-        if _tree.is_masked_node(entry.value) or not trees[tree]:
+        new = inner.get(address) or inner.get(address.rpartition("/")[0])  # of several arrays, which are one entry
+        path = address[len(tree) :].lstrip("/") if new is None else str(new.leaf)
+        is_other = new is not None and new.address != address and np.ndim(entry.value) != len(new.shape)
+        if _tree.is_masked_node(entry.value) or not trees[tree] or is_other:
             found.setdefault(path, None)
         elif not found.get(path):
             found[path] = entry.value.shape if _tree.is_leaf(entry.value) else tuple(np.shape(entry.value))

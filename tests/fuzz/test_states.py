@@ -683,11 +683,14 @@ def test_a_group_of_rows_of_which_an_optimizer_has_several_arrays(compiled):
     state.step(compiled=compiled, seed=1, way="train_step")
 
 
-def test_a_dense_mask_of_a_vector_of_which_an_optimizer_has_a_list():
+@pytest.mark.parametrize(
+    ("leaves", "new"), [("y", ("when", [(0, ("dense", 0), False)])), ("a", ("freeze", [("compact", 0)]))]
+)
+def test_a_mask_of_a_leaf_of_which_an_optimizer_has_a_list(leaves, new):
     state = Training()
-    state.init(name="sm3", leaves="y", arrangement=("plain", []), jit=False)
+    state.init(name="sm3", leaves=leaves, arrangement=("plain", []), jit=False)
     state.step(compiled="eager", seed=0, way="update")
-    state.migrate(arrangement=("when", [(0, ("dense", 0), False)]))
+    state.migrate(arrangement=new)
 
 
 @pytest.mark.parametrize("leaves", ["x", "ax"])
