@@ -190,15 +190,15 @@ class Evaluation:
     def _behind_barrier(self, eqn: Equation) -> Sequence[Any]:
         """What is not read yet passes a barrier. A reference is not a result of one."""
         numbers = [x for x, aval in zip(eqn.inputs, eqn.avals_in, strict=True) if not is_reference(aval)]
-        assert all(isinstance(x, int) for x in numbers)
         for known in (self._moved, self._given):
-            known.update(out for x, out in zip(numbers, eqn.outputs, strict=True) if x in known)
+            pairs = zip(numbers, eqn.outputs, strict=True)
+            known.update(out for x, out in pairs if not isinstance(x, int) or x in known)
         arrays = [x for x in map(self.value, eqn.inputs) if not isinstance(x, Deferred)]
         outs, found = iter(eqn.bind_all(*arrays) if arrays else ()), []
         for x, number in zip(numbers, eqn.outputs, strict=True):
             is_deferred = isinstance(self.value(x), Deferred)
             found.append(self.value(x) if is_deferred else next(outs))
-            if x in self._chains:
+            if isinstance(x, int) and x in self._chains:
                 self._chains[number] = self._chains[x]
         return found
 

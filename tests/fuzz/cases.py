@@ -181,6 +181,14 @@ def branch_after_one_step(p, x):
     return curved(lax.cond(jnp.sum(rows) > 0, jnp.tanh, lambda _: jnp.tanh(p["a"]), rows))
 
 
+def number_behind_a_barrier(p, x):
+    def step(carry, row):
+        again = jax.checkpoint(lambda c, n: (n, jnp.sin(row) * n))(carry[0], carry[1])
+        return (0.5 * carry[0] + again[1] * again[0], carry[1] + 1.0), None
+
+    return curved(*lax.scan(jax.checkpoint(step), (p["a"], jnp.float32(0)), p["a"])[0])
+
+
 def lookup_of_a_chain(p, x):
     """The lookup is inside of automatic axes, and what it reads of the host is outside."""
     return curved(jnp.tanh(p["a"]).at[x["i"][:4]].get(out_sharding=P(None, None, None)))
@@ -276,6 +284,9 @@ CASES = {
     ),
     "a branch after one step": Case(
         branch_after_one_step, {"a": ((1, 4), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((0,),), way="restrict"
+    ),
+    "a number behind a barrier": Case(
+        number_behind_a_barrier, {"a": ((1, 4), "float32")}, lambda n: {"a": ~fz.rows(n)}, ((0,),), way="restrict"
     ),
     "a lookup of what is computed of the host's rows": Case(
         lookup_of_a_chain,
