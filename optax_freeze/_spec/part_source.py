@@ -14,12 +14,12 @@ import weakref
 from typing import Any, Generic, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
+from optax_freeze._jax_tracing import current_trace
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import Part, is_masked_node
 
@@ -65,13 +65,13 @@ class PartSource:
         the first call of the program, for all calls.
         """
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(children))
-        if self.trace == _current_trace() if is_traced else self.array is not None:
+        if self.trace == current_trace() if is_traced else self.array is not None:
             return self
         return PartSource.now(self.of_state)
 
     @classmethod
     def now(cls, of_state: bool, array: Any = None) -> "PartSource":
-        return cls(of_state, array, _current_trace(), next(_CLOCK))
+        return cls(of_state, array, current_trace(), next(_CLOCK))
 
     def __reduce__(self) -> Any:
         return PartSource.now, (self.of_state,)
@@ -169,10 +169,3 @@ def _told(array: Any) -> str:
     if array.dtype == np.bool_:
         return f"{array.size - np.count_nonzero(array)} elements, the first at {np.argmin(array.ravel())}"
     return f"rows {array[:8].tolist()}" + ", ..." * (len(array) > 8)
-
-
-def _current_trace() -> Any:
-    """What JAX traces now; equal only to itself."""
-    from optax_freeze._jax_internals import current_trace  # loads jax.extend: slow
-
-    return current_trace()
