@@ -25,7 +25,8 @@ from optax_freeze._optimizer.inner_update import InnerUpdate
 from optax_freeze._optimizer.outer_transformation import OF_PARAMS, around, as_parts, mapped
 from optax_freeze._optimizer.transformation import Update
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import mask_of, rows
+from optax_freeze._spec.element_masks import rows
+from optax_freeze._spec.masks import mask_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree

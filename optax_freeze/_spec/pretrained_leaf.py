@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from optax_freeze._errors import is_array, is_concrete, is_scalar
 from optax_freeze._spec.dtype_conversion import converted
-from optax_freeze._spec.masks import rows
+from optax_freeze._spec.element_masks import rows
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.merge_report import Grown
 from optax_freeze._spec.selection import FROZEN, RowIndex, Selection
