@@ -144,8 +144,7 @@ def inside(eqn: Any) -> Inside | None:
     if primitive is primitives.while_p:
         condition, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
         return While(condition, params["cond_nconsts"], body, params["body_nconsts"])
-    values = [value if isinstance(value, (tuple, list)) else (value,) for value in params.values()]
-    programs = [closed(value) for each in values for value in each if isinstance(value, (Jaxpr, ClosedJaxpr))]
+    programs = programs_in(eqn)
     if primitive.name == "shard_map":
         axes = set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])
         return Mapped(programs[0], params["mesh"], params["in_specs"], params["out_specs"], params["check_vma"], axes)
@@ -154,14 +153,10 @@ def inside(eqn: Any) -> Inside | None:
     return Others(programs) if programs else None
 
 
-def programs_in(eqn: Any) -> Sequence[ClosedJaxpr]:
+def programs_in(eqn: Any) -> list[ClosedJaxpr]:
     """The programs that an equation contains."""
-    found = inside(eqn)
-    if isinstance(found, While):
-        return found.condition, found.body
-    if isinstance(found, Call | Mapped | Loop):
-        return (found.body if isinstance(found, Loop) else found.program,)
-    return () if found is None else found.programs
+    values = [value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values()]
+    return [closed(value) for each in values for value in each if isinstance(value, (Jaxpr, ClosedJaxpr))]
 
 
 def params_of(found: Loop | Branches) -> dict[str, Any]:

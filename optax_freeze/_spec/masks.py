@@ -173,24 +173,7 @@ class DynamicRows(_RowMask):
         """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
         axis, size = self._axis_and_size(leaf)
         array, [named] = self.array, self.array.shape
-        if self.keep_state:
-            return self._fit_kept(leaf, axis, size)
-        if named > size:
-            got = f"{named} row numbers, for {size} rows along axis {self.axis} of shape {leaf.shape}"
-            raise named_twice(leaf.path, got)
-        count = named if self.inverted else size - named
-        if count == 0:
-            return FROZEN
-        if is_concrete(array) and not self.ascending:
-            self._ascending(np.asarray(array).tolist(), size, leaf)
-        if isinstance(array, jax.ShapeDtypeStruct):
-            array = jax.ShapeDtypeStruct((count,), jnp.int32)
-        elif not (self.ascending and self.inverted):
-            array = trainable_rows(array, size, count, self.inverted)
-        return DynamicRowIndex(array, axis, size, count, self.of_state)
-
-    def _fit_kept(self, leaf: Leaf, axis: int, size: int) -> Selection:
-        if not self.inverted:
+        if self.keep_state and not self.inverted:
             raise value_error(
                 "rows that keep their state are those that train",
                 at=leaf.path,
@@ -198,14 +181,21 @@ class DynamicRows(_RowMask):
                 expected=f"~{self!r}: all other rows are frozen in this step",
                 fix="~fz.rows(array, keep_state=True)",
             )
-        array, count = self.array, min(self.array.shape[0], size)
+        if named > size and not self.keep_state:
+            got = f"{named} row numbers, for {size} rows along axis {self.axis} of shape {leaf.shape}"
+            raise named_twice(leaf.path, got)
+        count = min(named, size) if self.inverted else size - named
         if count == 0:
             return FROZEN
+        if is_concrete(array) and not (self.ascending or self.keep_state):
+            self._ascending(np.asarray(array).tolist(), size, leaf)
         if isinstance(array, jax.ShapeDtypeStruct):
             array = jax.ShapeDtypeStruct((count,), jnp.int32)
-        elif not self.ascending:
+        elif self.keep_state and not self.ascending:
             array = rows_named(array, size, count)
-        return DynamicRowIndex(array, axis, size, count, self.of_state, keep_state=True)
+        elif not (self.ascending and self.inverted):
+            array = trainable_rows(array, size, count, self.inverted)
+        return DynamicRowIndex(array, axis, size, count, self.of_state, self.keep_state)
 
     def __repr__(self) -> str:
         array = f"<{self.array.dtype}{list(self.array.shape)}>" if is_array(self.array) else "..."
