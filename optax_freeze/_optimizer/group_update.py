@@ -36,7 +36,7 @@ def updates_of(
     for n, (form, is_frozen) in enumerate(zip(_forms(call, tx, plans, states), frozen, strict=True)):
         grads, norm = gradient(n)
         update = functools.partial(update_unless, is_frozen, form.update)
-        changes, state = call.call(form._replace(update=update), grads)
+        changes, state = call._replace(grads=grads).results(form._replace(update=update))
         runs.append((changes, form.stored(state), norm))
     changes, new_states, norms = map(list, zip(*runs, strict=True))
     return changes, new_states, norms
@@ -63,7 +63,7 @@ def new_params(
             leaves = list(call.olds)
             for i in own:
                 leaves[i] = carry[0][i]
-            changes, state = call._replace(olds=leaves).call(form._replace(state=carry[1]), grads)
+            changes, state = call._replace(grads=grads, olds=leaves).results(form._replace(state=carry[1]))
             return {i: updated(leaves[i], changes[i], form.plan.selections[i]) for i in own}, state, norm
 
         # The norm is carried, since the gradient exists only inside of the step, which a frozen group skips.

@@ -57,7 +57,7 @@ class InnerUpdate(NamedTuple):
     ) -> tuple[list[Any], PyTree]:
         """One update of ``tx`` with the trainable part of a plan: flat updates and the new state."""
         form = self.form(in_memory(tx.update), plan, state, kept)
-        changes, state = self.call(form, self.grads)
+        changes, state = self.results(form)
         return changes, form.stored(state)
 
     def with_params_after(self, plan: Plan, changes: Sequence[Any]) -> "InnerUpdate":
@@ -76,9 +76,9 @@ class InnerUpdate(NamedTuple):
         rows = KeptRows(kept, plan.with_treedef(self.treedef), called)
         return Trees(update, rows.read(), plan, lambda new: as_before(rows.written(new), state, called, plan))
 
-    def call(self, form: Any, grads: Sequence[Any]) -> tuple[list[Any], PyTree]:
+    def results(self, form: Any) -> tuple[list[Any], PyTree]:
         """The flat updates and the new state of :class:`Trees`, or of another form."""
-        updates = form.trainable(self.treedef, grads)
+        updates = form.trainable(self.treedef, self.grads)
         params = None if self.params is None else form.trainable(self.params_treedef, self.olds)
         extra_args = form.extra_args(self, updates)
         update = inside(Around(form.plan, _tree.flatten(updates)[1]), form.update)
