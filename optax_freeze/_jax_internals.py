@@ -137,7 +137,10 @@ def inside(eqn: Any) -> Inside | None:
     """The programs that an equation contains, and how it applies them; None without any."""
     primitive, params = eqn.primitive, eqn.params
     if primitive is primitives.scan_p:
-        consts, carried = _scan_counts(params)
+        if "ft_in" in params:  # since JAX 0.11
+            consts, carried, _ = map(len, params["ft_in"].unpack())
+        else:
+            consts, carried = params["num_consts"], params["num_carry"]
         return Loop(closed(params["jaxpr"]), consts, carried, params["length"], params["reverse"], params["unroll"])
     if primitive is primitives.cond_p:
         return Branches([*map(closed, params["branches"])], params.get("branches_platforms") is not None)
@@ -275,14 +278,6 @@ def key_of(eqn: Any) -> tuple[Any, ...] | None:
 def closed(program: Any) -> ClosedJaxpr:
     """A jaxpr with its constants; before JAX 0.12 a ``Jaxpr`` has none, since then it is a ``ClosedJaxpr``."""
     return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
-
-
-def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """The number of constant operands of a ``scan``, and that of carried operands."""
-    if "ft_in" in params:  # since JAX 0.11
-        consts, carry, _ = params["ft_in"].unpack()
-        return len(consts), len(carry)
-    return params["num_consts"], params["num_carry"]
 
 
 def without_unused(program: ClosedJaxpr, wanted: Sequence[bool]) -> tuple[ClosedJaxpr, Sequence[bool]]:

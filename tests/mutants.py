@@ -192,7 +192,7 @@ _BY_FILE = {
     ],
     ("_optimizer/group_update.py", "tests/test_model_libraries.py"): [
         ("traced_once if is_traced", "update if is_traced", "tests/optimizer/test_leafwise.py -k share"),
-        (" if i not in call.missing]", "]", "-k without_a_gradient"),
+        (" if i not in self.call.missing]", "]", "-k without_a_gradient"),
         (" and is_tree(plan):", ":", "tests/optimizer/test_freeze_when.py -k lone_leaf_and_no_leaf"),
     ],
     ("_optimizer/inner_update.py", "tests/train/test_train_step.py"): [

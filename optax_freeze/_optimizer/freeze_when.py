@@ -21,7 +21,7 @@ from optax_freeze._optimizer.coupled_update import update_coupled
 from optax_freeze._optimizer.full_updates import merged
 from optax_freeze._optimizer.group_plans import GroupPlans, make_group_plans, register_groups_with_flax
 from optax_freeze._optimizer.group_state import GroupState, without_others
-from optax_freeze._optimizer.group_update import new_params, updates_of
+from optax_freeze._optimizer.group_update import GroupUpdate
 from optax_freeze._optimizer.inner_update import InnerUpdate, init_inner
 from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._optimizer.outer_transformation import around, as_parts
@@ -194,8 +194,8 @@ def _updated(
     now = [*frozen, False] if gradient_of is None else gradient_of.frozen
     now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
     states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
-    run = new_params if in_place else updates_of
-    new, [*states, ungrouped_state], norms = run(call, inner, plans.plans, states, gradient, now)
+    run = GroupUpdate(call, inner, plans.plans, states, gradient, now)
+    new, [*states, ungrouped_state], norms = run.new_params() if in_place else run.updates()
     new = new if in_place else merged(call, plans.everything, plans.plans, new, True)
     groups = _next_groups(state, plans, frozen, norms[:-1], states)
     step = jnp.asarray(optax.safe_increment(state.step))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,61 +19,76 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.tree import PyTree
 
-GradientOf: TypeAlias = Callable[[int], tuple[Sequence[Any], Any]]
-"""Called with the number of a plan: the gradient of its leaves, in a list of all leaves, and its norm."""
 
+class GroupUpdate(NamedTuple):
+    """An update of several plans: the groups, then the rest.
 
-def updates_of(
-    call: InnerUpdate,
-    tx: optax.GradientTransformation,
-    plans: Sequence[Plan],
-    states: Sequence[PyTree],
-    gradient: GradientOf,
-    frozen: Sequence[Any],
-) -> tuple[list[list[Any]], list[PyTree], list[Any]]:
-    """For each plan the flat updates of its trainable part, the new state and the norm of the gradient."""
-    runs = []
-    for n, (form, is_frozen) in enumerate(zip(_forms(call, tx, plans, states), frozen, strict=True)):
-        grads, norm = gradient(n)
-        update = functools.partial(update_unless, is_frozen, form.update)
-        changes, state = call._replace(grads=grads).results(form._replace(update=update))
-        runs.append((changes, form.stored(state), norm))
-    changes, new_states, norms = map(list, zip(*runs, strict=True))
-    return changes, new_states, norms
-
-
-def new_params(
-    call: InnerUpdate,
-    tx: optax.GradientTransformation,
-    plans: Sequence[Plan],
-    states: Sequence[PyTree],
-    gradient: GradientOf,
-    frozen: Sequence[Any],
-) -> tuple[PyTree, list[PyTree], list[Any]]:
-    """The new parameters, and for each plan the new state and the norm; what is frozen is not computed.
-
-    Plans that share a leaf add to it in turn.
+    ``gradient(n)`` is the gradient for plan ``n``, in a list of all leaves, and its norm.
     """
-    new, new_states, norms = list(call.olds), [], []
-    for n, (form, is_frozen) in enumerate(zip(_forms(call, tx, plans, states), frozen, strict=True)):
-        own = [i for i in form.plan.own if i not in call.missing]
 
-        def step(carry: Any, n: int = n, form: Any = form, own: Sequence[int] = own) -> Any:
-            grads, norm = gradient(n)
-            leaves = list(call.olds)
+    call: InnerUpdate
+    tx: optax.GradientTransformation
+    plans: Sequence[Plan]
+    states: Sequence[PyTree]
+    gradient: Callable[[int], tuple[Sequence[Any], Any]]
+    frozen: Sequence[Any]
+
+    def updates(self) -> tuple[list[list[Any]], list[PyTree], list[Any]]:
+        """For each plan the flat updates of its trainable part, the new state and the norm of the gradient."""
+        runs = []
+        for n, (form, is_frozen) in enumerate(zip(self._forms(), self.frozen, strict=True)):
+            grads, norm = self.gradient(n)
+            update = functools.partial(update_unless, is_frozen, form.update)
+            changes, state = self.call._replace(grads=grads).results(form._replace(update=update))
+            runs.append((changes, form.stored(state), norm))
+        changes, states, norms = map(list, zip(*runs, strict=True))
+        return changes, states, norms
+
+    def new_params(self) -> tuple[PyTree, list[PyTree], list[Any]]:
+        """The new parameters, and for each plan the new state and the norm; what is frozen is not computed.
+
+        Plans that share a leaf add to it in turn.
+        """
+        new, states, norms = list(self.call.olds), [], []
+        for n, (form, is_frozen) in enumerate(zip(self._forms(), self.frozen, strict=True)):
+            own = [i for i in form.plan.own if i not in self.call.missing]
+
+            def step(carry: Any, n: int = n, form: Any = form, own: Sequence[int] = own) -> Any:
+                grads, norm = self.gradient(n)
+                olds = list(self.call.olds)
+                for i in own:
+                    olds[i] = carry[0][i]
+                changes, state = self.call._replace(grads=grads, olds=olds).results(form._replace(state=carry[1]))
+                return {i: updated(olds[i], changes[i], form.plan.selections[i]) for i in own}, state, norm
+
+            # The norm is carried, since the gradient exists only inside of the step, which a frozen group skips.
+            carry = {i: new[i] for i in own}, form.state, jnp.zeros([], jnp.float32)
+            leaves, state, norm = unless(is_frozen, step, carry)
             for i in own:
-                leaves[i] = carry[0][i]
-            changes, state = call._replace(grads=grads, olds=leaves).results(form._replace(state=carry[1]))
-            return {i: updated(leaves[i], changes[i], form.plan.selections[i]) for i in own}, state, norm
+                new[i] = leaves[i]
+            states.append(form.stored(state))
+            norms.append(norm)
+        return jax.tree.unflatten(self.call.params_treedef, new), states, norms
 
-        # The norm is carried, since the gradient exists only inside of the step, which a frozen group skips.
-        carry = {i: new[i] for i in own}, form.state, jnp.zeros([], jnp.float32)
-        leaves, state, norm = unless(is_frozen, step, carry)
-        for i in own:
-            new[i] = leaves[i]
-        new_states.append(form.stored(state))
-        norms.append(norm)
-    return jax.tree.unflatten(call.params_treedef, new), new_states, norms
+    def _forms(self) -> "list[Trees | Lists]":
+        """How ``tx`` is called for each plan.
+
+        If it is leafwise, groups call it with lists, and groups of equal leaves share what JAX traces.
+        """
+        update, calls_lists = in_memory(self.tx.update), all(map(is_leafwise, self.tx))
+        traced_once = jax.jit(update)
+
+        def update_of_lists(*args: Any) -> tuple[PyTree, PyTree]:
+            is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+            return (traced_once if is_traced else update)(*args)
+
+        def form(plan: Plan, state: PyTree) -> Trees | Lists:
+            if calls_lists and is_tree(plan):
+                return Lists(update_of_lists, opened(state, list), plan, lambda new: closed(new, state, list))
+            return _trees(update, plan, state, self.call.treedef)
+
+        *groups, rest = zip(self.plans, self.states, strict=True)
+        return [*(form(*each) for each in groups), self.call.form(update, *rest)]
 
 
 class Lists(NamedTuple):
@@ -94,34 +109,11 @@ class Lists(NamedTuple):
         return parts_of(self.plan, self.plan.full(dict(zip(self.plan.own, changes, strict=True))))
 
 
-def _forms(
-    call: InnerUpdate, tx: optax.GradientTransformation, plans: Sequence[Plan], states: Sequence[PyTree]
-) -> list[Trees | Lists]:
-    """How ``tx`` is called for each group, and for the rest.
-
-    If it is leafwise, groups call it with lists, and groups of equal leaves share what JAX traces.
-    """
-    update, calls_lists = in_memory(tx.update), all(map(is_leafwise, tx))
-    traced_once = jax.jit(update)
-
-    def update_of_lists(*args: Any) -> tuple[PyTree, PyTree]:
-        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-        return (traced_once if is_traced else update)(*args)
-
-    def form(plan: Plan, state: PyTree) -> Trees | Lists:
-        if calls_lists and is_tree(plan):
-            return Lists(update_of_lists, opened(state, list), plan, lambda new: closed(new, state, list))
-        return _trees(call, update, plan, state)
-
-    *groups, (rest, state) = zip(plans, states, strict=True)
-    return [*(form(*each) for each in groups), call.form(update, rest, state)]
-
-
-def _trees(call: InnerUpdate, update: Callable[..., Any], plan: Plan, state: PyTree) -> Trees:
+def _trees(update: Callable[..., Any], plan: Plan, state: PyTree, treedef: Any) -> Trees:
     """How any update is called for a group, whose state has no placeholders."""
 
     def tree_of(own: Sequence[Any]) -> PyTree:
-        return jax.tree.unflatten(call.treedef, plan.full(dict(zip(plan.own, own, strict=True))))
+        return jax.tree.unflatten(treedef, plan.full(dict(zip(plan.own, own, strict=True))))
 
     def own(tree: PyTree) -> list[Any]:
         leaves = _tree.flatten(tree)[0]
@@ -131,4 +123,4 @@ def _trees(call: InnerUpdate, update: Callable[..., Any], plan: Plan, state: PyT
         values = values_in(state, plan)
         return as_before(closed(new, values, own), state, values, plan)
 
-    return Trees(update, called_with(opened(state, tree_of), plan, call.treedef), plan, stored)
+    return Trees(update, called_with(opened(state, tree_of), plan, treedef), plan, stored)

@@ -12,7 +12,7 @@ import numpy as np
 from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
 from optax_freeze._spec.row_numbers import named_twice, rows_named, trainable_rows
 from optax_freeze._spec.row_set import RowSet
-from optax_freeze._spec.selection import FROZEN, DenseMask, DynamicRowIndex, RowIndex, Selection, row_index
+from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf
 
 
@@ -112,7 +112,10 @@ class StaticRows(_RowMask):
 
     def fit(self, leaf: Leaf) -> Selection:
         """The selection of a leaf; a ``ValueError`` if the mask does not fit it."""
-        return row_index(self, self._axis_and_size(leaf)[0], self.frozen_rows(leaf))
+        axis, frozen = self._axis_and_size(leaf)[0], self.frozen_rows(leaf)
+        if frozen.count == frozen.size:
+            return FROZEN
+        return RowIndex(self, axis, ~frozen) if frozen.count else TRAINABLE
 
     def frozen_rows(self, leaf: Leaf) -> RowSet:
         """The rows of a leaf that are frozen; a ``ValueError`` if the mask does not fit it."""

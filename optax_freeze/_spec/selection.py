@@ -316,12 +316,6 @@ def shape_of_part(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     return index.shape_of_part(shape) if isinstance(index, RowSelection) else (index,)
 
 
-def row_index(mask: Any, axis: int, frozen: RowSet) -> Selection:
-    if frozen.count in (0, frozen.size):
-        return TRAINABLE if frozen.count < frozen.size else FROZEN
-    return RowIndex(mask, axis, ~frozen)
-
-
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["array"],
