@@ -4,8 +4,8 @@ from optax_freeze._version import __version__ as __version__
 
 # What is frozen: leaves, and elements of a leaf.
 from optax_freeze._spec.tree import Part as Part
-from optax_freeze._spec.masks import elements as elements
-from optax_freeze._spec.masks import rows as rows
+from optax_freeze._spec.element_masks import elements as elements
+from optax_freeze._spec.element_masks import rows as rows
 from optax_freeze._spec.selectors import all_except as all_except
 from optax_freeze._spec.selectors import path as path
 from optax_freeze._spec.selectors import regex as regex

@@ -1,12 +1,12 @@
 """What this package knows of the inside of JAX, for all versions: jaxprs, and the programs that equations contain.
 
-No other file imports ``jax.extend``, ``jax.interpreters`` or ``jax.custom_derivatives``; the parameters of operations
-without programs are known to the table of operations. An equation is one of a jaxpr, or one that ``_program`` numbered:
-both have a primitive and its params. Importing this file loads ``jax.extend``, which takes longer than this package.
+No other file but ``_jax_tracing.py`` imports ``jax.extend``, ``jax.interpreters`` or ``jax.custom_derivatives``; the
+parameters of operations without programs are known to the table of operations. An equation is one of a jaxpr, or one
+that ``_program`` numbered: both have a primitive and its params. Importing this file loads ``jax.extend``, which takes
+longer than this package.
 """
 
 import contextlib
-import dis
 import functools
 import os
 import re
@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.core
-import jax.extend.core
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, primitives
@@ -139,15 +137,17 @@ def inside(eqn: Any) -> Inside | None:
     """The programs that an equation contains, and how it applies them; None without any."""
     primitive, params = eqn.primitive, eqn.params
     if primitive is primitives.scan_p:
-        consts, carried = _scan_counts(params)
+        if "ft_in" in params:  # since JAX 0.11
+            consts, carried, _ = map(len, params["ft_in"].unpack())
+        else:
+            consts, carried = params["num_consts"], params["num_carry"]
         return Loop(closed(params["jaxpr"]), consts, carried, params["length"], params["reverse"], params["unroll"])
     if primitive is primitives.cond_p:
         return Branches([*map(closed, params["branches"])], params.get("branches_platforms") is not None)
     if primitive is primitives.while_p:
         condition, body = closed(params["cond_jaxpr"]), closed(params["body_jaxpr"])
         return While(condition, params["cond_nconsts"], body, params["body_nconsts"])
-    values = [value if isinstance(value, (tuple, list)) else (value,) for value in params.values()]
-    programs = [closed(value) for each in values for value in each if isinstance(value, (Jaxpr, ClosedJaxpr))]
+    programs = programs_in(eqn)
     if primitive.name == "shard_map":
         axes = set(params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"])
         return Mapped(programs[0], params["mesh"], params["in_specs"], params["out_specs"], params["check_vma"], axes)
@@ -156,14 +156,10 @@ def inside(eqn: Any) -> Inside | None:
     return Others(programs) if programs else None
 
 
-def programs_in(eqn: Any) -> Sequence[ClosedJaxpr]:
+def programs_in(eqn: Any) -> list[ClosedJaxpr]:
     """The programs that an equation contains."""
-    found = inside(eqn)
-    if isinstance(found, While):
-        return found.condition, found.body
-    if isinstance(found, Call | Mapped | Loop):
-        return (found.body if isinstance(found, Loop) else found.program,)
-    return () if found is None else found.programs
+    values = [value if isinstance(value, (tuple, list)) else (value,) for value in eqn.params.values()]
+    return [closed(value) for each in values for value in each if isinstance(value, (Jaxpr, ClosedJaxpr))]
 
 
 def params_of(found: Loop | Branches) -> dict[str, Any]:
@@ -284,14 +280,6 @@ def closed(program: Any) -> ClosedJaxpr:
     return program if hasattr(program, "consts") else ClosedJaxpr(program, ())
 
 
-def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """The number of constant operands of a ``scan``, and that of carried operands."""
-    if "ft_in" in params:  # since JAX 0.11
-        consts, carry, _ = params["ft_in"].unpack()
-        return len(consts), len(carry)
-    return params["num_consts"], params["num_carry"]
-
-
 def without_unused(program: ClosedJaxpr, wanted: Sequence[bool]) -> tuple[ClosedJaxpr, Sequence[bool]]:
     """A program with the wanted results alone, and which of its operands these need."""
     jaxpr, used = dce_jaxpr(program.jaxpr, [*wanted])
@@ -350,56 +338,3 @@ def names_axes(effect: Any) -> bool:
 def is_reference(aval: Any) -> bool:
     """Whether a type is that of a mutable array."""
     return hasattr(aval, "inner_aval")
-
-
-def current_trace() -> Any:
-    """What JAX traces now; equal only to itself."""
-    # In JAX 0.8 it is in the other module.
-    either: Any = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
-    return either.get_opaque_trace_state("flax")
-
-
-_TYPES_OF_NO_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-_TEXTS_OF_NO_VALUE = (
-    "Tracer.__format__",
-    "sequences of concrete values",
-    "must be static integers",
-    "must have static start/stop/step",
-    "parameters to jaxpr equations must have __hash__",
-)
-"""What JAX raises if Python needs the value of a traced array: types, and texts where JAX has no type.
-
-These are a traced array in a string, as a size, and as the edge of a slice. Python raises the first itself, JAX the
-others.
-"""
-
-
-def needs_value(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised from, says that a traced array has no value.
-
-    Errors of a user with such a text are told apart by what raised them.
-    """
-    if error is None or isinstance(error, _TYPES_OF_NO_VALUE):
-        return error is not None
-    is_of_text = isinstance(error, TypeError | IndexError) and any(text in str(error) for text in _TEXTS_OF_NO_VALUE)
-    return (is_of_text and not _is_of_user(error)) or needs_value(error.__cause__ or error.__context__)
-
-
-def lacks_reverse_mode(error: ValueError) -> bool:
-    """Whether an error says that a loop has no fixed length, so that it can only be differentiated in forward mode."""
-    return "Reverse-mode differentiation does not work" in str(error) and not _is_of_user(error)
-
-
-def _is_of_user(error: BaseException) -> bool:
-    """Whether a ``raise`` statement outside of JAX raised an error."""
-    last: Any = error.__traceback__
-    while last.tb_next is not None:
-        last = last.tb_next
-    frame = last.tb_frame
-    is_of_jax = frame.f_globals.get("__name__", "").partition(".")[0] == "jax"
-    return not is_of_jax and frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]

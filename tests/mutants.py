@@ -123,12 +123,6 @@ _BY_FILE = {
     ],
     ("_optimizer/freeze.py", "tests/state/test_dynamic_rows.py"): [
         ('refuse_other_rows(value, selection, leaf.path, "params")', "pass", "-k different_partitions"),
-        ("plan.with_sources(new, call.grads)", "new", "-k structure_of_their_gradients"),
-        (
-            "[FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]",
-            "plan.selections",
-            "tests/test_model_libraries.py -k without_a_gradient",
-        ),
     ],
     ("_optimizer/freeze_when.py", "tests/optimizer/test_freeze_when.py"): [
         ("jnp.maximum(step, 0)", "step", "tests/train/test_train_step.py -k any_step"),
@@ -166,6 +160,16 @@ _BY_FILE = {
             "(FROZEN, None) if not owners[i] else",
             "-k numbers",
         ),
+        (
+            "(FROZEN, None) if i in call.missing or not owners[i] else",
+            "(FROZEN, None) if not owners[i] else",
+            "tests/test_model_libraries.py -k without_a_gradient",
+        ),
+        (
+            "union.with_sources(new, call.grads)",
+            "new",
+            "tests/state/test_dynamic_rows.py -k structure_of_their_gradients",
+        ),
     ],
     ("_optimizer/group_plans.py", "tests/optimizer/test_freeze_when.py"): [
         (
@@ -181,15 +185,14 @@ _BY_FILE = {
         ("selection.without(*others)", "jnp.arange(selection.count, dtype=jnp.int32)", "-k Groups"),
     ],
     ("_optimizer/inner_update.py", "tests/test_nnx.py"): [
-        (
-            "return stored_state(_init(tx, plan, trainable, frozen), plan, trainable)",
-            "return _init(tx, plan, trainable)",
-            _VARIABLES,
-        ),
-        ("return as_before(state, self.stored, self.state, self.plan)", "return state", _VARIABLES),
+        ("return store(state, plan, trainable)", "return state", _VARIABLES),
+        ("lambda new: as_before(new, state, called, plan)", "lambda new: new", _VARIABLES),
         ("call = inside(None, fn)", "call = fn", "tests/optimizer/test_outer_transformation.py -k value_function"),
-        ("self._traced_once if is_traced", "self._update if is_traced", "tests/optimizer/test_leafwise.py -k share"),
-        (" if i not in self.missing]", "]", "tests/test_model_libraries.py -k without_a_gradient"),
+        ("if i not in self.missing:", "if True:", "tests/test_model_libraries.py -k without_a_gradient"),
+    ],
+    ("_optimizer/group_update.py", "tests/test_model_libraries.py"): [
+        ("traced_once if is_traced", "update if is_traced", "tests/optimizer/test_leafwise.py -k share"),
+        (" if i not in self.call.missing]", "]", "-k without_a_gradient"),
         (" and is_tree(plan):", ":", "tests/optimizer/test_freeze_when.py -k lone_leaf_and_no_leaf"),
     ],
     ("_optimizer/inner_update.py", "tests/train/test_train_step.py"): [
@@ -563,10 +566,12 @@ _BY_FILE = {
         ("if number in kept or read_by.get(number, set()) - {guard}}", "if number in kept}", "-k TestGuards"),
         ("kept if not sets else None)", "None)", "-k dropped"),
     ],
+    ("_jax_tracing.py", "tests/gradient/test_restrict.py"): [
+        ("is_of_text and not _is_of_user(error)", "is_of_text", "-k words_of_jax"),
+        ("not is_of_jax and frame", "frame", "-k value_is_needed"),
+    ],
     ("_jax_internals.py", "tests/program/test_walk.py"): [
         (' or "jvp_jaxpr_fun" in params', "", "tests/precompute/test_closures.py -k refused"),
-        ("is_of_text and not _is_of_user(error)", "is_of_text", "tests/gradient/test_restrict.py -k words_of_jax"),
-        ("not is_of_jax and frame", "frame", "tests/gradient/test_restrict.py -k value_is_needed"),
         ('"remat", "remat2", "RematTraced")', '"remat", "remat2")', "tests/gradient/test_hijax.py -k what"),
         ('if name == "CheckpointName" else', "if False else", "tests/gradient/test_hijax.py -k checkpoint_name"),
         ('if params.get("differentiated") else False', "if False else False", "-k remat"),
@@ -738,10 +743,10 @@ _BY_FILE = {
     ],
     ("_spec/part_source.py", "tests/state/test_dynamic_rows.py"): [
         ("if is_traced else self.array is not None:", "if is_traced else True:", "-k replaced_after_the_gradient"),
-        ("self.trace == _current_trace() if is_traced", "True if is_traced", "-k replaced_after_the_gradient"),
-        ("self.trace == _current_trace() if is_traced", "False if is_traced", "-k outside_of_a_program"),
-        ("elif mine.time < _replaced_at(selection.array):", "elif False:", "-k replaced_after_the_gradient"),
-        ("if is_new else _replaced_at(old)", "if is_new else -1", "-k replaced_after_the_gradient"),
+        ("self.trace == current_trace() if is_traced", "True if is_traced", "-k replaced_after_the_gradient"),
+        ("self.trace == current_trace() if is_traced", "False if is_traced", "-k outside_of_a_program"),
+        ("elif mine.time < _REPLACED.get(selection.array, -1):", "elif False:", "-k replaced_after_the_gradient"),
+        ("if is_new else _REPLACED.get(old, -1)", "if is_new else -1", "-k replaced_after_the_gradient"),
         ("return PartSource.now, (self", "return PartSource, (self", "-k replaced_after_the_gradient"),
         ("if _same(mine.array, its.array):", "if True:", "-k outside_of_a_program"),
         ('of_one_spec = name == "trainable" or not', "of_one_spec = not", "-k different_partitions"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from optax_freeze._errors import described, type_error
+from optax_freeze._jax_tracing import needs_value
 from optax_freeze._program.regions import EVERYTHING, Region, Values, names_of, numbers_of, region_of, zero_outside
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
@@ -48,9 +49,7 @@ class DenseGradient:
 
     def trace(self) -> bool:
         """Traces ``value_and_grad``; False if the function cannot be traced."""
-        # loads jax.extend: slow
-        from optax_freeze._jax_internals import needs_value
-        from optax_freeze._program.traced_function import Traced, as_array, as_traced
+        from optax_freeze._program.traced_function import Traced, as_array, as_traced  # loads jax.extend: slow
 
         arrays, structure = jax.tree.flatten((self.leaves, self.others))
 

@@ -15,6 +15,7 @@ from optax_freeze._errors import is_array
 from optax_freeze._gradient.dense_gradient import refuse_other_aux, region_of_leaf
 from optax_freeze._gradient.explanation import GradientExplanation, LeafExplanation, Operation
 from optax_freeze._gradient.grad import refuse_no_function
+from optax_freeze._jax_tracing import needs_value
 from optax_freeze._program.regions import EVERYTHING, Values, numbers_of
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
@@ -120,7 +121,6 @@ def _traced(
     fun: Callable[..., Any], plan: Plan, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], has_aux: bool
 ) -> _Traced | None:
     """The gradient of all outputs of a function, traced with shapes; None if Python needs a value."""
-    from optax_freeze._jax_internals import needs_value
     from optax_freeze._program.traced_function import Traced, as_argument, as_traced
 
     values = _tree.flatten(params)[0]

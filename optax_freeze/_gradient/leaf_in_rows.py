@@ -70,10 +70,9 @@ class DeferredLeaf(Input):
 
     @functools.cached_property
     def _program(self) -> Program:
-        selection = self.leaf.selection
-
         def put(array: Any, rows: Any, *numbers: Any) -> list[jax.Array]:
-            return [set_rows(selection.axis, selection.indices(*numbers), array.astype(rows.dtype), rows)]
+            selection = self.leaf.with_numbers(numbers)
+            return [set_rows(selection.axis, selection.indices(), array.astype(rows.dtype), rows)]
 
         return flatten(jax.make_jaxpr(put)(*map(type_of, self.given)))
 

@@ -17,7 +17,8 @@ from jax.core import Tracer
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
 from optax_freeze._gradient.gradient_program import GradientProgram, gradient_program
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, DeferredLeaf, LeafInRows, types_of
-from optax_freeze._jax_internals import ClosedJaxpr, evaluate_program, inside, lacks_reverse_mode, needs_value
+from optax_freeze._jax_internals import ClosedJaxpr, evaluate_program, inside
+from optax_freeze._jax_tracing import lacks_reverse_mode, needs_value
 from optax_freeze._program.chain import Chain, Recipes
 from optax_freeze._program.from_host import evaluate, evaluate_in_part
 from optax_freeze._program.host_array import HostArray

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from optax_freeze._optimizer.group_plans import GroupPlans
-from optax_freeze._optimizer.inner_update import Inner, InnerUpdate
+from optax_freeze._optimizer.inner_update import InnerUpdate
 from optax_freeze._optimizer.outer_transformation import OF_PARAMS, mapped
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import replaced, zeroed
@@ -19,9 +19,11 @@ def update_coupled(
     coupled: optax.GradientTransformation, call: InnerUpdate, plans: GroupPlans, frozen: Sequence[Any], state: PyTree
 ) -> tuple[list[Any], PyTree]:
     """The gradients that the groups get, and the new state."""
-    everything, own = plans.everything, [plan.selections for plan in plans.plans]
+    if plans.everything.all_frozen:
+        return list(call.grads), state
+    own = [plan.selections for plan in plans.plans]
     grads, call = zeroed(call.grads, frozen, own), _without_frozen_groups(call, frozen, own)
-    return call.run(Inner(coupled), everything, state, everything.all_frozen, grads)
+    return call._replace(grads=grads).run(coupled, plans.everything, state)
 
 
 def _without_frozen_groups(call: InnerUpdate, frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> InnerUpdate:

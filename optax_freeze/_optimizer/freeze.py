@@ -15,8 +15,8 @@ import optax
 from optax_freeze._errors import described, is_array, is_concrete, type_error, value_error
 from optax_freeze._optimizer.accepted_plans import AcceptedPlans, refuse_other_selections
 from optax_freeze._optimizer.call_init import changed, saying_what_optax_calls, with_own_buffers
-from optax_freeze._optimizer.full_updates import updated_leaf
-from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_inner
+from optax_freeze._optimizer.full_updates import merged
+from optax_freeze._optimizer.inner_update import InnerUpdate, init_inner
 from optax_freeze._optimizer.kept_state import KeptState, refuse_part_of_kept
 from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._optimizer.outer_transformation import around, as_parts
@@ -25,7 +25,6 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, register_with_flax, warn_of_extent, warn_of_leaves
-from optax_freeze._spec.selection import FROZEN
 from optax_freeze._spec.tree import Part, PyTree
 
 
@@ -90,14 +89,13 @@ class FreezeState(NamedTuple):
 class FreezingPart(NamedTuple):
     """A transformation as a part of :func:`optax_freeze.union`.
 
-    ``plan(params)`` resolves its spec, ``state(state, tree)`` refuses a state of another one, and ``transform(plan)``
-    is the optimizer whose state is in it, of which ``kept`` reads rows that keep theirs.
+    ``plan(params)`` resolves its spec, ``state(state, tree)`` refuses a state of another one, and
+    ``run(call, plan, inner_state)`` gives the flat updates of its optimizer and the new state.
     """
 
     plan: Callable[[PyTree], Plan]
     state: Callable[[Any, PyTree], FreezeState]
-    transform: Callable[[Plan], optax.GradientTransformationExtraArgs]
-    kept: KeptState
+    run: Callable[[InnerUpdate, Plan, optax.OptState], tuple[list[Any], optax.OptState]]
     full_updates: bool
 
 
@@ -167,10 +165,13 @@ def freeze(
         state = FreezeState(accepted.add(plan.without_masks()), masks, ())
         plan = state.current_plan
         with saying_what_optax_calls():
-            inner_state = init_inner(transform(plan), plan.in_state, params, frozen)
+            inner_state = init_inner(transform(plan), plan.in_state, params, frozen=frozen)
         if plan.kept:
             kept.refuse_what_does_not_fit(plan, inner_state)
         return with_own_buffers(state._replace(inner_state=inner_state), params)
+
+    def run(call: InnerUpdate, plan: Plan, state: optax.OptState) -> tuple[list[Any], optax.OptState]:
+        return call.run(transform(plan), plan, state, kept)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any], *, in_place: bool
@@ -178,18 +179,14 @@ def freeze(
         state = accepted.state(state, updates if params is None else params)
         plan: Plan = state.current_plan
         call = InnerUpdate.aligned(plan, updates, params, extra_args)
-        run = call.new_params if in_place else call.updates
-        tx, gradient = transform(plan), lambda _: (call.grads, None)
-        new, [inner_state], _ = run(Inner(tx, kept), [plan], [state.inner_state], gradient, [False])
-        if not in_place:
-            [changes] = new
-            selections = [FROZEN if i in call.missing else selection for i, selection in enumerate(plan.selections)]
-            each = zip(plan.leaves, selections, changes, call.grads, call.olds, strict=True)
-            new = [updated_leaf(*its, full_updates) for its in each]
-            new = jax.tree.unflatten(call.treedef, plan.with_sources(new, call.grads))
+        changes, inner_state = run(call, plan, state.inner_state)
+        if in_place:
+            new = call.with_params_after(plan, changes).params
+        else:
+            new = merged(call, plan, [plan], [changes], full_updates)
         return new, state._replace(inner_state=inner_state)
 
-    part = FreezingPart(lambda params: make_plan(params, frozen), accepted.state, transform, kept, full_updates)
+    part = FreezingPart(lambda params: make_plan(params, frozen), accepted.state, run, full_updates)
     return optax.GradientTransformationExtraArgs(init_fn, Update(update, part=part))
 
 

@@ -5,7 +5,7 @@ condition decides, from the step and values of the program. Each group has an op
 change while the group is frozen.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -20,8 +20,9 @@ from optax_freeze._optimizer.conditions import decide, global_norm
 from optax_freeze._optimizer.coupled_update import update_coupled
 from optax_freeze._optimizer.full_updates import merged
 from optax_freeze._optimizer.group_plans import GroupPlans, make_group_plans, register_groups_with_flax
-from optax_freeze._optimizer.group_state import GroupState
-from optax_freeze._optimizer.inner_update import Inner, InnerUpdate, init_group, init_inner
+from optax_freeze._optimizer.group_state import GroupState, without_others
+from optax_freeze._optimizer.group_update import GroupUpdate
+from optax_freeze._optimizer.inner_update import InnerUpdate, init_inner
 from optax_freeze._optimizer.nnx_variables import stored
 from optax_freeze._optimizer.outer_transformation import around, as_parts
 from optax_freeze._optimizer.parse_groups import GivenGroup, parse_groups
@@ -193,11 +194,9 @@ def _updated(
     now = [*frozen, False] if gradient_of is None else gradient_of.frozen
     now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
     states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
-    run = call.new_params if in_place else call.updates
-    new, [*states, ungrouped_state], norms = run(Inner(inner), plans.plans, states, gradient, now)
-    if not in_place:
-        new = merged(call, plans.everything, plans.plans, new, True)
-        new = jax.tree.unflatten(call.treedef, plans.everything.with_sources(new, call.grads))
+    run = GroupUpdate(call, inner, plans.plans, states, gradient, now)
+    new, [*states, ungrouped_state], norms = run.new_params() if in_place else run.updates()
+    new = new if in_place else merged(call, plans.everything, plans.plans, new, True)
     groups = _next_groups(state, plans, frozen, norms[:-1], states)
     step = jnp.asarray(optax.safe_increment(state.step))
     return new, FreezeWhenState(step, state.plan, groups, ungrouped_state, coupled_state)
@@ -248,7 +247,7 @@ def _initial_state(
     *of_groups, rest = plans.plans
     groups = {}
     for name, condition, has, plan, masks in zip(plans.names, plans.conditions, has_array, of_groups, own, strict=True):
-        state = _init(inner, plan, params, init_group)
+        state = _init(inner, plan, params, store=without_others)
         groups[name] = GroupState(condition.initial(), stored(plan, treedef, masks) if has else (), state)
     coupled_state = () if coupled is None else _init(coupled, plans.everything, params)
     ungrouped_state = _init(inner, rest, params)
@@ -256,12 +255,10 @@ def _initial_state(
     return FreezeWhenState(step, plans.without_masks(), groups, ungrouped_state, coupled_state)
 
 
-def _init(
-    tx: optax.GradientTransformation, plan: Plan, params: PyTree, init: Callable[..., optax.OptState] = init_inner
-) -> optax.OptState:
+def _init(tx: optax.GradientTransformation, plan: Plan, params: PyTree, **options: Any) -> optax.OptState:
     try:
         with saying_what_optax_calls():
-            return init(tx, plan, params)
+            return init_inner(tx, plan, params, **options)
     except IndexError:  # Optax's line searches look at the first leaf
         if not plan.all_frozen:
             raise

@@ -13,12 +13,12 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, DynamicRowIndex, Selection
-from optax_freeze._spec.tree import Leaf, Part
+from optax_freeze._spec.tree import Leaf, Part, PyTree
 
 
 def merged(
     call: InnerUpdate, union: Plan, plans: Sequence[Plan], changes: Sequence[Sequence[Any]], full_updates: bool
-) -> list[Any]:
+) -> PyTree:
     """The updates of all leaves from those of each plan, the parts of ``union``."""
     owners: list[list[tuple[Selection, Any]]] = [[] for _ in union.leaves]
     for plan, its in zip(plans, changes, strict=True):
@@ -28,12 +28,12 @@ def merged(
     for i, (leaf, selection, grad, old) in enumerate(union.entries(call.grads, call.olds)):
         if i in call.missing or len(owners[i]) < 2:
             its, change = (FROZEN, None) if i in call.missing or not owners[i] else owners[i][0]
-            new.append(updated_leaf(leaf, its, change, grad, old, full_updates))
+            new.append(_updated_leaf(leaf, its, change, grad, old, full_updates))
         else:
             whole = _merged_leaf(owners[i], old, grad)
             in_rows = selection.part_index is not None and (not full_updates or is_on_host(old))
             new.append(selection.take(whole) if in_rows else whole)
-    return new
+    return jax.tree.unflatten(call.treedef, union.with_sources(new, call.grads))
 
 
 def _merged_leaf(owners: Sequence[tuple[Selection, Any]], old: Any, grad: Any) -> Any:
@@ -51,7 +51,7 @@ def _merged_leaf(owners: Sequence[tuple[Selection, Any]], old: Any, grad: Any) -
     return whole
 
 
-def updated_leaf(leaf: Leaf, selection: Selection, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
+def _updated_leaf(leaf: Leaf, selection: Selection, new: Any, update: Any, param: Any, full_updates: bool) -> Any:
     """The update of a leaf from the one of the inner optimizer, ``new``; ``update`` and ``param`` are as given."""
     if selection is FROZEN:
         return zero(leaf, update, param) if full_updates else _tree.MASKED_NODE

@@ -15,7 +15,8 @@ from optax_freeze._optimizer.group_state import GroupLeaves
 from optax_freeze._optimizer.outer_transformation import Around, around
 from optax_freeze._optimizer.parse_groups import GivenGroup
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Choice, Elements, StaticRows, elements, mask_of
+from optax_freeze._spec.element_masks import elements
+from optax_freeze._spec.masks import Choice, Elements, StaticRows, mask_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.plan_digest import PlanLine
 from optax_freeze._spec.plan_nodes import register_as_static

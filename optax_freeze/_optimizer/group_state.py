@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from optax_freeze._optimizer.nnx_variables import stored_state
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.tree import MASKED_NODE, Part, PyTree
@@ -61,6 +62,8 @@ def is_tree(plan: Plan) -> bool:
 
 def without_others(state: PyTree, plan: Plan, params: PyTree) -> PyTree:
     """A state with :class:`GroupLeaves` in place of each tree like ``params``, which the optimizer got in ``init``."""
+    if plan.variables:
+        state = stored_state(state, plan, params)
     if not is_tree(plan):
         return state
     # A variable of one leaf stays around it, since its metadata may have a sharding.

@@ -2,31 +2,24 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from optax_freeze._errors import counted, in_one_line, type_error, value_error
 from optax_freeze._optimizer.call_init import init_of
-from optax_freeze._optimizer.group_state import closed, is_tree, opened, without_others
 from optax_freeze._optimizer.kept_state import KeptRows, KeptState
 from optax_freeze._optimizer.leaf_updates import updated
-from optax_freeze._optimizer.leafwise import is_leafwise
 from optax_freeze._optimizer.nnx_variables import as_before, called_with, stored, stored_state, values_in
 from optax_freeze._optimizer.outer_transformation import OF_PARAMS, Around, inside, mapped
-from optax_freeze._optimizer.skip_update import unless, update_unless
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.restricted import restricted
 from optax_freeze._spec.selection import Selection, shape_of_part
 from optax_freeze._spec.tree import Leaf, Part, PyTree
-
-GradientOf: TypeAlias = Callable[[int], tuple[Sequence[Any], Any]]
-"""Called with the number of a plan: the gradient of its leaves, in a list of all leaves, and its norm."""
 
 
 class InnerUpdate(NamedTuple):
@@ -59,64 +52,38 @@ class InnerUpdate(NamedTuple):
         olds, treedef = plan.align(params, "params")
         return cls(treedef, olds, params, olds, treedef, extra_args, computes_grads=True)
 
-    def updates(
-        self, tx: "Inner", plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
-    ) -> tuple[list[list[Any]], list[PyTree], list[Any]]:
-        """For each plan the flat updates of its trainable part, the new state and the norm of the gradient.
-
-        All plans but the last are groups.
-        """
-        runs = []
-        for n, (plan, state, is_frozen) in enumerate(zip(plans, states, frozen, strict=True)):
-            grads, norm = gradient(n)
-            runs.append((*self.run(tx, plan, state, is_frozen, grads, of_group=n < len(plans) - 1), norm))
-        changes, states, norms = map(list, zip(*runs, strict=True))
-        return changes, states, norms
-
-    def new_params(
-        self, tx: "Inner", plans: Sequence[Plan], states: Sequence[PyTree], gradient: GradientOf, frozen: Sequence[Any]
-    ) -> tuple[PyTree, list[PyTree], list[Any]]:
-        """The new parameters, and for each plan the new state and the norm; what is frozen is not computed.
-
-        Plans that share a leaf add to it in turn.
-        """
-        new, new_states, norms = list(self.olds), [], []
-        for n, (plan, state, is_frozen) in enumerate(zip(plans, states, frozen, strict=True)):
-            own = [i for i in plan.own if i not in self.missing]
-            form = tx.form(plan, self.treedef, state, of_group=n < len(plans) - 1)
-
-            def step(carry: Any, n: int = n, plan: Plan = plan, own: Sequence[int] = own, form: Any = form) -> Any:
-                grads, norm = gradient(n)
-                leaves = list(self.olds)
-                for i in own:
-                    leaves[i] = carry[0][i]
-                changes, state = self._replace(olds=leaves)._run(form._replace(state=carry[1]), False, grads)
-                return {i: updated(leaves[i], changes[i], plan.selections[i]) for i in own}, state, norm
-
-            # The norm is carried, since the gradient exists only inside of the step, which a frozen group skips.
-            carry = {i: new[i] for i in own}, form.state, jnp.zeros([], jnp.float32)
-            leaves, state, norm = unless(is_frozen, step, carry)
-            for i in own:
-                new[i] = leaves[i]
-            new_states.append(form.closed(state))
-            norms.append(norm)
-        return jax.tree.unflatten(self.params_treedef, new), new_states, norms
-
     def run(
-        self, tx: "Inner", plan: Plan, state: PyTree, frozen: Any, grads: Sequence[Any], *, of_group: bool = False
+        self, tx: optax.GradientTransformation, plan: Plan, state: PyTree, kept: KeptState | None = None
     ) -> tuple[list[Any], PyTree]:
-        """One update of ``tx`` with the trainable part of a plan, unless it is frozen: flat updates and the state."""
-        form = tx.form(plan, self.treedef, state, of_group)
-        changes, state = self._run(form, frozen, grads)
-        return changes, form.closed(state)
+        """One update of ``tx`` with the trainable part of a plan: flat updates and the new state."""
+        form = self.form(in_memory(tx.update), plan, state, kept)
+        changes, state = self.results(form)
+        return changes, form.stored(state)
 
-    def _run(self, form: "Trees | Lists", frozen: Any, grads: Sequence[Any]) -> tuple[list[Any], PyTree]:
-        updates = form.trainable(self.treedef, grads)
+    def with_params_after(self, plan: Plan, changes: Sequence[Any]) -> "InnerUpdate":
+        """The arguments with the parameters after these updates of a plan."""
+        olds = list(self.olds)
+        for i in plan.own:
+            if i not in self.missing:
+                olds[i] = updated(olds[i], changes[i], plan.selections[i])
+        return self._replace(olds=olds, params=jax.tree.unflatten(self.params_treedef, olds))
+
+    def form(self, update: Callable[..., Any], plan: Plan, state: PyTree, kept: KeptState | None = None) -> "Trees":
+        """How an update is called with the trainable part of a plan, and this state."""
+        called = called_with(state, plan, self.treedef)
+        if kept is None or not plan.kept:
+            return Trees(update, called, plan, lambda new: as_before(new, state, called, plan))
+        rows = KeptRows(kept, plan.with_treedef(self.treedef), called)
+        return Trees(update, rows.read(), plan, lambda new: as_before(rows.written(new), state, called, plan))
+
+    def results(self, form: Any) -> tuple[list[Any], PyTree]:
+        """The flat updates and the new state of :class:`Trees`, or of another form."""
+        updates = form.trainable(self.treedef, self.grads)
         params = None if self.params is None else form.trainable(self.params_treedef, self.olds)
         extra_args = form.extra_args(self, updates)
         update = inside(Around(form.plan, _tree.flatten(updates)[1]), form.update)
         try:
-            updates, state = update_unless(frozen, update, updates, form.state, params, extra_args)
+            updates, state = update(updates, form.state, params, **extra_args)
         except (ValueError, TypeError, AttributeError) as error:
             if params is not None:
                 raise
@@ -130,40 +97,16 @@ class InnerUpdate(NamedTuple):
         return form.flat(updates), state
 
 
-class Inner:
-    """A transformation in one update of several plans.
-
-    If it is leafwise, groups call it with lists, and groups of equal leaves share what JAX traces.
-    """
-
-    def __init__(self, tx: optax.GradientTransformation, kept: KeptState | None = None) -> None:
-        self._kept = kept
-        self._update, self._is_leafwise = _in_memory(tx.update), all(map(is_leafwise, tx))
-        self._traced_once = jax.jit(self._update)
-
-    def form(self, plan: Plan, treedef: Any, state: PyTree, of_group: bool) -> "Trees | Lists":
-        """How it is called for a plan."""
-        if of_group and self._is_leafwise and is_tree(plan):
-            return Lists(self._of_lists, opened(state, list), plan, state)
-        tree_of = lambda own: jax.tree.unflatten(treedef, plan.full(dict(zip(plan.own, own, strict=True))))  # noqa: E731
-        own = called_with(opened(state, tree_of) if of_group else state, plan, treedef)
-        rows = KeptRows(self._kept, plan.with_treedef(treedef), own) if self._kept is not None and plan.kept else None
-        return Trees(self._update, own if rows is None else rows.read(), plan, state, of_group, rows)
-
-    def _of_lists(self, *args: Any) -> tuple[PyTree, PyTree]:
-        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-        return (self._traced_once if is_traced else self._update)(*args)
-
-
 class Trees(NamedTuple):
-    """How any transformation is called for a plan: with trees in which a placeholder stands for all other leaves."""
+    """How any transformation is called for a plan: with trees in which a placeholder stands for all other leaves.
+
+    ``stored(state)`` is a new state as it is stored.
+    """
 
     update: Callable[..., Any]
     state: PyTree
     plan: Plan
-    stored: PyTree
-    of_group: bool  # whether `stored` has `GroupLeaves`
-    kept: KeptRows | None = None
+    stored: Callable[[PyTree], PyTree]
 
     def trainable(self, treedef: Any, values: Sequence[Any]) -> PyTree:
         return values_in(self.plan.trainable(treedef, values), self.plan)
@@ -173,43 +116,10 @@ class Trees(NamedTuple):
         return {**found, "grad": updates} if call.computes_grads and "grad" in found else found
 
     def flat(self, updates: PyTree) -> list[Any]:
-        return _parts_of(self.plan, _tree.flatten(updates)[0])
-
-    def closed(self, state: PyTree) -> PyTree:
-        state = state if self.kept is None else self.kept.written(state)
-        if not self.of_group:
-            return as_before(state, self.stored, self.state, self.plan)
-
-        def own(tree: PyTree) -> list[Any]:
-            leaves = _tree.flatten(tree)[0]
-            return [leaves[i] for i in self.plan.own]
-
-        values = values_in(self.stored, self.plan)
-        return as_before(closed(state, values, own), self.stored, values, self.plan)
+        return parts_of(self.plan, _tree.flatten(updates)[0])
 
 
-class Lists(NamedTuple):
-    """How a leafwise transformation is called for a group: with lists of the leaves that train, also in its state."""
-
-    update: Callable[..., Any]
-    state: PyTree
-    plan: Plan
-    stored: PyTree
-
-    def trainable(self, _: Any, values: Sequence[Any]) -> list[Any]:
-        return list(self.plan.trainable_leaves(values).values())
-
-    def extra_args(self, call: InnerUpdate, updates: PyTree) -> dict[str, Any]:
-        return {}
-
-    def flat(self, changes: Sequence[Any]) -> list[Any]:
-        return _parts_of(self.plan, self.plan.full(dict(zip(self.plan.own, changes, strict=True))))
-
-    def closed(self, state: PyTree) -> PyTree:
-        return closed(state, self.stored, list)
-
-
-def _parts_of(plan: Plan, updates: list[Any]) -> list[Any]:
+def parts_of(plan: Plan, updates: list[Any]) -> list[Any]:
     """The updates of an inner optimizer, with the ``Part`` of leaves that train in part."""
     what = "the inner optimizer returned"
     if len(updates) != len(plan.leaves):
@@ -227,29 +137,23 @@ def _parts_of(plan: Plan, updates: list[Any]) -> list[Any]:
     return plan.parts_of(updates)
 
 
-def init_inner(tx: optax.GradientTransformation, plan: Plan, params: PyTree, frozen: Any = None) -> optax.OptState:
+def init_inner(
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    params: PyTree,
+    *,
+    frozen: Any = None,
+    store: Callable[[PyTree, Plan, PyTree], PyTree] = stored_state,
+) -> optax.OptState:
     """The state of an inner optimizer for the trainable part of the parameters, of ``fz.freeze`` with its spec."""
-    trainable = _trainable(plan, params)
-    return stored_state(_init(tx, plan, trainable, frozen), plan, trainable)
-
-
-def init_group(tx: optax.GradientTransformation, plan: Plan, params: PyTree) -> optax.OptState:
-    trainable = _trainable(plan, params)
-    state = _init(tx, plan, trainable)
-    return without_others(stored_state(state, plan, trainable) if plan.variables else state, plan, trainable)
-
-
-def _init(tx: optax.GradientTransformation, plan: Plan, trainable: PyTree, frozen: Any = None) -> optax.OptState:
-    return inside(Around(plan, _tree.flatten(trainable)[1], frozen), init_of)(tx, trainable)
-
-
-def _trainable(plan: Plan, params: PyTree) -> PyTree:
     values, treedef = _tree.flatten(params)
     values = plan.full(plan.trainable_leaves(values))
-    return stored(plan, treedef, values) if plan.variables else jax.tree.unflatten(treedef, values)
+    trainable = stored(plan, treedef, values) if plan.variables else jax.tree.unflatten(treedef, values)
+    state = inside(Around(plan, _tree.flatten(trainable)[1], frozen), init_of)(tx, trainable)
+    return store(state, plan, trainable)
 
 
-def _in_memory(update: Any) -> Any:
+def in_memory(update: Any) -> Any:
     """An update whose new state stays in the memory of the old one: host or device memory."""
 
     def update_fn(updates: PyTree, state: PyTree, params: PyTree | None, **extra_args: Any) -> tuple[PyTree, PyTree]:

@@ -4,6 +4,7 @@ Along which axis of an array of the state the rows are, is asked of ``init``: it
 many rows as train in one step. An optimizer whose state for a few rows is not the rows of its state for all is refused.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -43,7 +44,7 @@ class KeptState:
 
     def __init__(self, init_for: Callable[[Plan], Init]) -> None:
         self._init_for = init_for
-        self._known: list[tuple[Plan, list[RowsOf | None]]] = []
+        self._of_static = functools.cache(self._find)
 
     def refuse_what_does_not_fit(self, plan: Plan, state: PyTree) -> None:
         is_refused = lambda node: isinstance(node, OF_SEVERAL_STEPS) or hasattr(node, "current_plan")  # noqa: E731
@@ -54,10 +55,9 @@ class KeptState:
 
     def rows_of(self, plan: Plan) -> list[RowsOf | None]:
         """For each array of a state which rows it has, if any."""
-        static = plan.without_masks()
-        for known, rows in self._known:
-            if known == static:
-                return rows
+        return self._of_static(plan.without_masks())
+
+    def _find(self, plan: Plan) -> list[RowsOf | None]:
         whole = self._shapes(plan, {})
         found: list[RowsOf | None] = [None] * len(whole)
         for i in plan.kept:
@@ -76,7 +76,6 @@ class KeptState:
                     got = f"an array of shape {array.shape}, and of shape {other.shape} for a batch of {count}"
                     refuse_optimizer(plan, i, got)
                 found[n] = RowsOf(i, axis)
-        self._known.append((static, found))
         return found
 
     def _shapes(self, plan: Plan, rows: Mapping[int, int]) -> Sequence[Any]:

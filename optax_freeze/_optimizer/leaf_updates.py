@@ -19,9 +19,8 @@ def zero(leaf: Leaf, update: Any, param: Any = None) -> Any:
     """The update that changes no bit of a leaf: -0.0, or the integer 0, in the parameter's shape.
 
     For a ``Part`` one of zeros; for a leaf in host memory a NumPy scalar, which adds to an array in any memory, and has
-    no bytes to move.
-    ``MaskedNode`` for an array without such a zero (PRNG keys), None for an object that is not an array, which Equinox
-    skips.
+    no bytes to move; ``MaskedNode`` for an array without such a zero (PRNG keys); None for an object that is not an
+    array, which Equinox skips.
     """
     if part := next((x for x in (param, update) if leaf.index is not None and isinstance(x, Part)), None):
         values = [x.values if isinstance(x, Part) else None for x in (update, param)]

@@ -24,10 +24,8 @@ from optax_freeze._spec.tree import Leaf, PyTree
 
 def stored(plan: Plan, treedef: Any, values: Sequence[Any]) -> PyTree:
     """A tree of the parameters as it is stored in a state, with values that may be holes, vectors or row numbers."""
-    if not (plan.variables or plan.boxed):
-        return treedef.unflatten(values)
     tree = jax.tree.unflatten(treedef, values)
-    return _stored(plan, tree, _tree.flatten(tree, _is_node)[0])
+    return _stored(plan, tree, _tree.flatten(tree, _is_node)[0]) if plan.variables or plan.boxed else tree
 
 
 def _stored(plan: Plan, tree: PyTree, parameters: Sequence[Any]) -> PyTree:

@@ -89,7 +89,7 @@ def refuse_updates_of_another(updates: PyTree, differs: Callable[[Any], bool]) -
     ``differs(spec)`` tells whether a spec is another one.
     """
     for i, array in enumerate(jax.tree.leaves(updates) if _RETURNED else ()):
-        spec = _RETURNED.get(array)
+        spec = _RETURNED.get(array, None)
         if spec is not None and differs(spec):
             raise value_error(
                 "two freezing transformations in a chain: each sets to zero what the other trains",

@@ -17,7 +17,7 @@ _MOST_CHANGES = 4
 
 
 def update_unless(
-    frozen: Any, update: Callable[..., Any], updates: PyTree, state: PyTree, params: PyTree, extra_args: dict[str, Any]
+    frozen: Any, update: Callable[..., Any], updates: PyTree, state: PyTree, params: PyTree, **extra_args: Any
 ) -> tuple[PyTree, PyTree]:
     """``update(updates, state, params)``; if ``frozen``, updates that change nothing and the same state."""
     if not isinstance(frozen, Tracer):

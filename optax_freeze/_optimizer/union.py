@@ -21,12 +21,12 @@ from optax_freeze._optimizer.accepted_plans import other_transformation
 from optax_freeze._optimizer.call_init import with_own_buffers
 from optax_freeze._optimizer.freeze import FreezeState, FreezingPart
 from optax_freeze._optimizer.full_updates import merged
-from optax_freeze._optimizer.inner_update import Inner, InnerUpdate
-from optax_freeze._optimizer.leaf_updates import updated
+from optax_freeze._optimizer.inner_update import InnerUpdate
 from optax_freeze._optimizer.outer_transformation import OF_PARAMS, around, as_parts, mapped
 from optax_freeze._optimizer.transformation import Update
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import mask_of, rows
+from optax_freeze._spec.element_masks import rows
+from optax_freeze._spec.masks import mask_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
@@ -111,18 +111,15 @@ def union(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         changes: list[list[Any]] = []
         for n, (part, plan, its) in enumerate(zip(parts, plans, states, strict=True)):
             own = _narrowed(call, union, plan)
-            gradient = lambda _, own=own: (own.grads, None)  # noqa: E731
-            tx = Inner(part.transform(plan), part.kept)
-            [new], [inner_state], _ = own.updates(tx, [plan], [its.inner_state], gradient, [False])
+            new, inner_state = part.run(own, plan, its.inner_state)
             changes.append(new)
             states[n] = its._replace(inner_state=inner_state)
             if sees_updates:
-                call = _with_updates(call, plan, new)
+                call = call.with_params_after(plan, new)
         new_state = UnionState(tuple(states))
         if in_place:
             return call.params, new_state
-        new = merged(call, union, plans, changes, full_updates)
-        return jax.tree.unflatten(call.treedef, union.with_sources(new, call.grads)), new_state
+        return merged(call, union, plans, changes, full_updates), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, Update(update))
 
@@ -186,15 +183,6 @@ def _narrowed(call: InnerUpdate, union: Plan, plan: Plan) -> InnerUpdate:
         return jax.tree.unflatten(treedef, own(values)) if has_parts else tree
 
     return call._replace(grads=own(call.grads), extra_args=mapped(call.extra_args, own_tree))
-
-
-def _with_updates(call: InnerUpdate, plan: Plan, changes: Sequence[Any]) -> InnerUpdate:
-    """The arguments with the parameters after the updates of a part."""
-    olds = list(call.olds)
-    for i in plan.own:
-        if i not in call.missing:
-            olds[i] = updated(olds[i], changes[i], plan.selections[i])
-    return call._replace(olds=olds, params=jax.tree.unflatten(call.params_treedef, olds))
 
 
 def _told(state: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import is_int, value_error
-from optax_freeze._jax_internals import needs_value
+from optax_freeze._jax_tracing import needs_value
 from optax_freeze._precompute.batch_size import number_of_examples, with_examples
 from optax_freeze._precompute.closures import refuse_closures
 from optax_freeze._precompute.cut import Cut, first_dependent, is_cheap, minimum_cut

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._errors import value_error
-from optax_freeze._spec.masks import Choice, choice_of, elements, mask_of
+from optax_freeze._spec.masks import Choice, Elements, choice_of, mask_of
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, RowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec, Selector
 from optax_freeze._spec.tree import Leaf
@@ -82,7 +82,7 @@ def _union(leaf: Leaf, frozen: Sequence[Selection]) -> Choice:
     if isinstance(frozen[0], DynamicRowIndex):  # of one group; if there is a second one, it has all other rows
         return len(frozen) > 1 or ~choice_of(frozen[0])  # type: ignore[return-value]
     arrays = [~jnp.asarray(selection.frozen(len(leaf.shape or ()))) for selection in frozen]
-    return elements(functools.reduce(jnp.logical_or, arrays))
+    return Elements(functools.reduce(jnp.logical_or, arrays))
 
 
 def zeroed(values: Sequence[Any], frozen: Sequence[Any], own: Sequence[Sequence[Selection]]) -> list[Any]:

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 
 from optax_freeze._errors import is_concrete
 
-_ASCENDING: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}
-
 
 def select(mask: Any, a: Any, b: Any) -> jax.Array:
     """``jnp.where(mask, a, b)``."""
@@ -78,7 +76,9 @@ def set_rows(axis: int, indices: Any, full: Any, values: Any) -> jax.Array:
         return full
     others = tuple(i for i in range(full.ndim) if i != axis)
     numbers = jax.lax.ScatterDimensionNumbers(others, (axis,), (axis,))
-    return jax.lax.scatter(full, indices[:, None], values, numbers, mode="drop", **_ASCENDING)
+    return jax.lax.scatter(
+        full, indices[:, None], values, numbers, indices_are_sorted=True, unique_indices=True, mode="drop"
+    )
 
 
 def numbers_where(chosen: Any, count: int) -> jax.Array:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from optax_freeze._errors import counted, described, is_array, is_scalar, refuse_unknown_choice, type_error, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Choice, rows
+from optax_freeze._spec.element_masks import rows
+from optax_freeze._spec.masks import Choice
 from optax_freeze._spec.merge_report import TOLD, Grown, MergeReport, told
 from optax_freeze._spec.prefix_tree import is_above
 from optax_freeze._spec.pretrained_leaf import KINDS, dtype_of, grown, growth_of, kind_of, loaded, shape_of

@@ -14,12 +14,12 @@ import weakref
 from typing import Any, Generic, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
+from optax_freeze._jax_tracing import current_trace
 from optax_freeze._spec.selection import Selection
 from optax_freeze._spec.tree import Part, is_masked_node
 
@@ -39,10 +39,10 @@ class ArrayNotes(Generic[T]):
         number = id(array)
         self._notes[number] = weakref.ref(array, lambda _: self._notes.pop(number, None)), note
 
-    def get(self, array: Any) -> T | None:
-        """The note about this very object, or None."""
-        made, note = self._notes.get(id(array), (lambda: None, None))
-        return note if made() is array else None
+    def get(self, array: Any, default: T) -> T:
+        """The note about this very object."""
+        made, note = self._notes.get(id(array), (lambda: None, default))
+        return note if made() is array else default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +65,13 @@ class PartSource:
         the first call of the program, for all calls.
         """
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(children))
-        if self.trace == _current_trace() if is_traced else self.array is not None:
+        if self.trace == current_trace() if is_traced else self.array is not None:
             return self
         return PartSource.now(self.of_state)
 
     @classmethod
     def now(cls, of_state: bool, array: Any = None) -> "PartSource":
-        return cls(of_state, array, _current_trace(), next(_CLOCK))
+        return cls(of_state, array, current_trace(), next(_CLOCK))
 
     def __reduce__(self) -> Any:
         return PartSource.now, (self.of_state,)
@@ -84,15 +84,9 @@ _REPLACED = ArrayNotes[int]()
 
 def mark_replaced(array: Any, old: Any, *, is_new: bool) -> None:
     """Remembers that an array of a state took the place of another just now, or, if not new, when that one did."""
-    time = next(_CLOCK) if is_new else _replaced_at(old)
+    time = next(_CLOCK) if is_new else _REPLACED.get(old, -1)
     if time >= 0:
         _REPLACED[array] = time
-
-
-def _replaced_at(array: Any) -> int:
-    """When ``fz.replace_masks`` has made an array, -1 if it has not."""
-    time = _REPLACED.get(array)
-    return -1 if time is None else time
 
 
 def source_of(selection: Selection, beside: Any) -> PartSource | None:
@@ -128,7 +122,7 @@ def refuse_other_rows(part: Any, selection: Selection, path: str, name: str) -> 
         if _same(mine.array, its.array):
             return
         what, got, expected = f"{name}: a Part of other {which}", _told(mine.array), _told(its.array)
-    elif mine.time < _replaced_at(selection.array):
+    elif mine.time < _REPLACED.get(selection.array, -1):
         what, got = f"{name}: a Part of other {which}", f"{which} that fz.replace_masks has replaced since"
         expected = f"a Part of the {which} in the state"
         fix = f"call fz.replace_masks before the gradient, or after the update; {fix}"
@@ -169,10 +163,3 @@ def _told(array: Any) -> str:
     if array.dtype == np.bool_:
         return f"{array.size - np.count_nonzero(array)} elements, the first at {np.argmin(array.ravel())}"
     return f"rows {array[:8].tolist()}" + ", ..." * (len(array) > 8)
-
-
-def _current_trace() -> Any:
-    """What JAX traces now; equal only to itself."""
-    from optax_freeze._jax_internals import current_trace  # loads jax.extend: slow
-
-    return current_trace()

@@ -14,7 +14,7 @@ import optax
 
 from optax_freeze._errors import described, is_array, is_bool, is_concrete, type_error, value_error, with_article
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import ElementMask, StaticRows, elements
+from optax_freeze._spec.masks import ElementMask, Elements, StaticRows
 from optax_freeze._spec.patterns import glob, literal, nearest
 from optax_freeze._spec.selector_algebra import (
     Choice,
@@ -49,7 +49,7 @@ def from_prefix(prefix: PyTree, params: PyTree) -> list[Choice]:
         if _tree.is_masked_node(choice) and _tree.is_masked_node(subtree):
             answers.append(True)
         elif is_array(subtree) and subtree.shape == () and is_concrete(choice) and is_bool(choice):
-            answers.append(elements(choice))  # an element mask, so that `replace_masks` can replace it
+            answers.append(Elements(choice))  # an element mask, so that `replace_masks` can replace it
         else:
             fix = _without_patterns(prefix, params) if is_selector(choice) else None
             answers += [copy.copy(as_choice(choice, at, fix))] * len(_tree.flatten(subtree)[0])
@@ -205,7 +205,7 @@ def as_choice(value: Any, at: str, fix_of_patterns: str | None = None) -> Choice
     if isinstance(value, ElementMask):
         return value
     if is_array(value) and value.dtype == np.bool_:
-        return elements(value)
+        return Elements(value)
     kind = f"an array of {value.dtype}" if is_array(value) else with_article(type(value).__name__)
     fix = "True freezes a leaf, False trains it; fz.rows and fz.elements freeze part of a leaf"
     if isinstance(value, (str, Selector)) or _tree.nnx_filter(value) is not None:

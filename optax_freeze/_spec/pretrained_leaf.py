@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from optax_freeze._errors import is_array, is_concrete, is_scalar
 from optax_freeze._spec.dtype_conversion import converted
-from optax_freeze._spec.masks import rows
+from optax_freeze._spec.element_masks import rows
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.merge_report import Grown
 from optax_freeze._spec.selection import FROZEN, RowIndex, Selection
@@ -66,9 +66,8 @@ def loaded(own: Any, value: Any, path: str, *, keep_dtype: bool = False, fix: st
     if isinstance(own, (np.ndarray, np.generic)) and not isinstance(value, Tracer):
         array = converted(np.asarray(value), dtype, path, fix)
         return array if isinstance(own, np.ndarray) else array[()]
-    if isinstance(value, np.ndarray):
-        return _placed(converted(value, dtype, path, fix), own)
-    return _placed(converted(_placed(value, own), dtype, path, fix), own)
+    value = value if isinstance(value, np.ndarray) else _placed(value, own)
+    return _placed(converted(value, dtype, path, fix), own)
 
 
 def grown(own: Any, value: Any, path: str, axis: int, fix: str = _FIX) -> Any:

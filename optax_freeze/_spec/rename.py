@@ -1,6 +1,5 @@
 """Other names for leaves: a path, or the beginning of paths, in place of another."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,10 +23,9 @@ def renamed(
     separator = "." if known is None else "/"
     names = _checked(rename, of, "name in the file" if known is None else "path in params")
     longest = [next((name for name in names if is_above(name, path)), None) for path in paths]
-    pairs = list(zip(paths, longest, strict=True))
     new = [
         path.replace("/", separator) if name is None else _joined(names[name], path[len(name) :], separator)
-        for path, name in pairs
+        for path, name in zip(paths, longest, strict=True)
     ]
     for name, target in names.items():
         of_name = [path for path in paths if is_above(name, path)]
@@ -44,10 +42,14 @@ def renamed(
             what, got = f"rename: {name!r} leads to no leaf of `params`", f"{target!r}: {results[0]}"
             expected, fix = "paths of `params`", f"nearest paths: {nearest(target, known)}"
             raise value_error(what, at=name, got=got, expected=expected, fix=fix)
-    if known is not None:
-        is_given = [of == "pretrained" or name is not None for name in longest]
-        pairs = itertools.compress(zip(paths, new, strict=True), is_given)
-        _refuse_two_with_one_path([*pairs], of)
+    first: dict[str, str] = {}
+    for path, target, name in zip(paths, new, longest, strict=True):
+        is_given = known is not None and (of == "pretrained" or name is not None)
+        if is_given and first.setdefault(target, path) != path:
+            what, got = f"rename: two leaves of `{of}` lead to one path", f"{first[target]} and {path}"
+            expected, fix = "one leaf for each path", "rename only one of them"
+            fix += ", or delete the other from `pretrained`" * (of == "pretrained")
+            raise value_error(what, at=target, got=got, expected=expected, fix=fix)
     return new
 
 
@@ -67,16 +69,6 @@ def _checked(rename: Mapping[str, str] | None, of: str, to: str) -> dict[str, st
 def _joined(target: str, rest: str, separator: str) -> str:
     rest = rest.lstrip("/").replace("/", separator)
     return f"{target}{separator}{rest}".strip(separator) if rest else target
-
-
-def _refuse_two_with_one_path(pairs: Sequence[tuple[str, str]], given: str) -> None:
-    first: dict[str, str] = {}
-    for path, result in pairs:
-        if first.setdefault(result, path) != path:
-            what, got = f"rename: two leaves of `{given}` lead to one path", f"{first[result]} and {path}"
-            expected, fix = "one leaf for each path", "rename only one of them"
-            fix += ", or delete the other from `pretrained`" * (given == "pretrained")
-            raise value_error(what, at=result, got=got, expected=expected, fix=fix)
 
 
 def suggested(unplaced: Mapping[str, Any], free: Mapping[str, Any]) -> dict[str, str] | None:

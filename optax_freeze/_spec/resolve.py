@@ -261,7 +261,6 @@ def warn_of_leaves(values: Sequence[Any], trained: Plan, frozen: Plan, tied: Tie
 
     The plans differ for groups, which train at some steps and are frozen at others.
     """
-    texts = []
     paths = [leaf.path for leaf in trained.leaves]
     pairs = [(i, j) for i, j in ties(values, trained.leaves) if trained.selections[i] is not FROZEN]
     if pairs and tied == "error":
@@ -272,7 +271,7 @@ def warn_of_leaves(values: Sequence[Any], trained: Plan, frozen: Plan, tied: Tie
             expected="one leaf for parameters that are shared",
             fix='read it in both places from one leaf; if they shall differ, copy the array, or pass tied="ignore"',
         )
-        texts.append(text)
+        warnings.warn(text, FreezeWarning, stacklevel=stacklevel + 1)
     lost = [i for i, s in enumerate(frozen.selections) if s is not TRAINABLE and is_lost(values[i])]
     if lost:
         dtypes = dict.fromkeys(values[i].dtype for i in lost)
@@ -283,6 +282,4 @@ def warn_of_leaves(values: Sequence[Any], trained: Plan, frozen: Plan, tied: Tie
             expected=f"{', '.join(str(dtype_in_jax(dtype)) for dtype in dtypes)}, the dtype that JAX makes of it",
             fix=AS_ARRAYS_OF_JAX,
         )
-        texts.append(text)
-    for text in texts:
         warnings.warn(text, FreezeWarning, stacklevel=stacklevel + 1)

@@ -123,8 +123,8 @@ class _Numbered(Selection):
     count: Any
     run: Any = None  # the trainable rows as one run (start, stop), if they are known to be one
 
-    def indices(self, *array: Any) -> jax.Array:
-        """The numbers of the trainable rows or elements, int32, ascending; ``array``: that of the selection, if any."""
+    def indices(self) -> jax.Array:
+        """The numbers of the trainable rows or elements, int32, ascending."""
         raise NotImplementedError
 
     def shape_of_part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -139,21 +139,21 @@ class _Numbered(Selection):
         sharding = explicit_sharding(leaf, self.shape_of_part(leaf.shape))
         return Part(self._traced_once("_take", sharding, leaf), self.part_index, leaf.shape)
 
-    def _take(self, leaf: Any, *array: Any) -> jax.Array:
+    def _take(self, leaf: Any) -> jax.Array:
         if is_on_host(leaf):
-            return _host_rows.read(self.axis, self.run, leaf, None if self.run else self.indices(*array))
+            return _host_rows.read(self.axis, self.run, leaf, None if self.run else self.indices())
         if self.run is not None:
             return cut(self.axis, leaf, *self.run)
-        return gather(self.axis, self._numbered(leaf), self.indices(*array))
+        return gather(self.axis, self._numbered(leaf), self.indices())
 
     def put(self, full: Any, part: Part) -> jax.Array:
         full = jnp.asarray(full)
         return self._traced_once("_put", explicit_sharding(full), full, part.values)
 
-    def _put(self, full: Any, values: Any, *array: Any) -> jax.Array:
+    def _put(self, full: Any, values: Any) -> jax.Array:
         if is_on_host(full):
-            return _host_rows.write(self.axis, self.run, full, values, None if self.run else self.indices(*array))
-        return scatter(self.axis, self._numbered(full), self.indices(*array), values).reshape(full.shape)
+            return _host_rows.write(self.axis, self.run, full, values, None if self.run else self.indices())
+        return scatter(self.axis, self._numbered(full), self.indices(), values).reshape(full.shape)
 
     def fused_put(self, full: Any, part: Part) -> jax.Array:
         """:meth:`put` by operations that a compiler for TPU fuses into a product, if the rows are one run."""
@@ -177,21 +177,19 @@ class _Numbered(Selection):
     def spread(self, part: Part, fill: Any, like: Any = None) -> jax.Array:
         shape: Any = part.shape
 
-        def spread(values: Any, *array: Any) -> jax.Array:
+        def spread(self: _Numbered, values: Any) -> jax.Array:
             if self.run is not None:
                 return self._padded(values, fill)
             full = self._numbered(jnp.full(shape, fill))
-            return scatter(self.axis, full, self.indices(*array), values).reshape(shape)
+            return scatter(self.axis, full, self.indices(), values).reshape(shape)
 
-        sharding = explicit_sharding(part.values if like is None else like, shape)
-        return with_sharding(sharding, spread, part.values, *jax.tree.leaves(self))
+        return with_sharding(explicit_sharding(part.values if like is None else like, shape), spread, self, part.values)
 
     def _traced_once(self, method: str, sharding: Any, *arrays: Any) -> jax.Array:
         """The result of a method: JAX traces it once for all leaves that are alike."""
-        arrays = (*arrays, *jax.tree.leaves(self))
-        if any(isinstance(array, Tracer) and not is_on_host(array) for array in arrays):
-            return _of_selection(self.with_array(MASKED_NODE), method, sharding, *arrays)
-        return with_sharding(sharding, getattr(self, method), *arrays)
+        is_traced = any(isinstance(x, Tracer) and not is_on_host(x) for x in jax.tree.leaves((self, arrays)))
+        call = _of_selection if is_traced else with_sharding
+        return call(sharding, getattr(type(self), method), self, *arrays)
 
     def add(self, full: Any, update: Any) -> jax.Array:
         """``full`` with an update added, a part in place where ``full`` is donated.
@@ -201,8 +199,8 @@ class _Numbered(Selection):
         scatter itself: XLA shards a scatter-add by its values, and then sums the whole leaf over the devices.
         """
 
-        def add(full: Any, values: Any, *array: Any) -> jax.Array:
-            numbered, indices = self._numbered(full), self.indices(*array)
+        def add(self: _Numbered, full: Any, values: Any) -> jax.Array:
+            numbered, indices = self._numbered(full), self.indices()
             old = at(numbered, self.axis, indices).get(unique_indices=True, indices_are_sorted=True, mode="fill")
             new = jax.lax.optimization_barrier((old + values).astype(full.dtype))
             return write(self.axis, numbered, indices, new).reshape(full.shape)
@@ -212,12 +210,10 @@ class _Numbered(Selection):
         if is_on_host(full):
             return self.put(full, dataclasses.replace(update, values=self.take(full).values + update.values))
         full = jnp.asarray(full)
-        return with_sharding(explicit_sharding(full), add, full, update.values, *jax.tree.leaves(self))
+        return with_sharding(explicit_sharding(full), add, self, full, update.values)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
-def _of_selection(selection: _Numbered, method: str, sharding: Any, *arrays: Any) -> jax.Array:
-    return with_sharding(sharding, getattr(selection, method), *arrays)
+_of_selection = jax.jit(with_sharding, static_argnums=(0, 1), inline=True)
 
 
 class RowSelection(_Numbered):
@@ -296,7 +292,7 @@ class RowIndex(RowSelection):
             fix='jax.config.update("jax_enable_x64", True)',
         )
 
-    def indices(self, *array: Any) -> jax.Array:
+    def indices(self) -> jax.Array:
         dtype = self._dtype
         if self.rows.others:
             return numbers_where(~self.frozen_rows(), self.count).astype(dtype)
@@ -318,12 +314,6 @@ class RowIndex(RowSelection):
 def shape_of_part(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the ``values`` of a ``Part`` with this index, of a leaf of a shape."""
     return index.shape_of_part(shape) if isinstance(index, RowSelection) else (index,)
-
-
-def row_index(mask: Any, axis: int, frozen: RowSet) -> Selection:
-    if frozen.count in (0, frozen.size):
-        return TRAINABLE if frozen.count < frozen.size else FROZEN
-    return RowIndex(mask, axis, ~frozen)
 
 
 @functools.partial(
@@ -349,8 +339,8 @@ class DynamicRowIndex(RowSelection):
     def with_array(self, array: Any, of_state: bool = False) -> "DynamicRowIndex":
         return dataclasses.replace(self, array=array, of_state=of_state)
 
-    def indices(self, *array: Any) -> jax.Array:
-        return array[0] if array else self.array
+    def indices(self) -> jax.Array:
+        return self.array
 
     def frozen_rows(self) -> jax.Array:
         return jnp.ones(self.size, bool).at[self.array].set(False, mode="drop")
@@ -420,8 +410,8 @@ class DenseMask(_Numbered):
     def choose(self, frozen: Any, trainable: Any) -> jax.Array:
         return with_sharding(explicit_sharding(trainable), select, self.array, frozen, trainable)
 
-    def indices(self, *array: Any) -> jax.Array:
+    def indices(self) -> jax.Array:
         # The barrier keeps XLA from evaluating `nonzero` of a constant mask at compile time, which takes minutes.
-        mask = jax.lax.optimization_barrier(jnp.asarray(*(array or (self.array,))).ravel())
+        mask = jax.lax.optimization_barrier(jnp.asarray(self.array).ravel())
         assert self.count is not None
         return numbers_where(~mask, self.count)

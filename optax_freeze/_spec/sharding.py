@@ -59,14 +59,14 @@ def fitting(sharding: NamedSharding, ndim: int, shape: Sequence[int]) -> NamedSh
     return NamedSharding(mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
 
 
-def with_sharding(sharding: NamedSharding | None, operation: Callable[..., jax.Array], *arrays: Any) -> jax.Array:
-    """``operation(*arrays)``; if ``sharding`` is given, partitioned by XLA and with this output sharding."""
+def with_sharding(sharding: NamedSharding | None, operation: Callable[..., jax.Array], *args: Any) -> jax.Array:
+    """``operation(*args)``; if ``sharding`` is given, partitioned by XLA and with this output sharding."""
     if sharding is None:
-        return operation(*arrays)
+        return operation(*args)
     kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
     automatic: Any = jax.sharding.auto_axes(operation, axes=axes, out_sharding=sharding)
-    return automatic(*arrays)
+    return automatic(*args)
 
 
 def laid_out(array: Any, aval: Any) -> Any:

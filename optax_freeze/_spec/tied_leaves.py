@@ -1,6 +1,5 @@
 """Tied leaves: one array at two paths is frozen at both or trained at both."""
 
-import collections
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +29,8 @@ def ties(values: Sequence[Any], leaves: Sequence[Leaf]) -> Iterator[tuple[int, i
     """For each leaf whose array is at an earlier path, too: the numbers of the first such leaf, and of this one."""
     first: dict[int, int] = {}
     traced = _TRACED.get()
-    values = [traced.get(id(value), value) for value in values]
-    times = collections.Counter(map(id, values))
-    for i, value in enumerate(values):
-        if times[id(value)] > 1 and leaves[i].inexact and is_concrete(value) and value.size:
+    for i, value in enumerate(traced.get(id(value), value) for value in values):
+        if leaves[i].inexact and is_concrete(value) and value.size:
             j = first.setdefault(id(value), i)
             if i != j:
                 yield j, i

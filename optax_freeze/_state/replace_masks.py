@@ -15,7 +15,8 @@ from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._optimizer.transformation import as_transformation
 from optax_freeze._optimizer.union import UnionState
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements, elements
+from optax_freeze._spec.element_masks import elements
+from optax_freeze._spec.masks import DynamicRows, ElementMask, Elements
 from optax_freeze._spec.memory_kinds import to_memory_of
 from optax_freeze._spec.part_source import mark_replaced
 from optax_freeze._spec.plan import Plan

@@ -180,7 +180,7 @@ class Moved(NamedTuple):
 
 def rows_along(selection: Any, size: int) -> np.ndarray:
     """The numbers of the rows that train."""
-    return np.arange(size) if selection is TRAINABLE else np.asarray(selection.indices(selection.array))
+    return np.arange(size) if selection is TRAINABLE else np.asarray(selection.indices())
 
 
 def moved_axes(entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: Any, params: Any) -> dict[int, Axes]:

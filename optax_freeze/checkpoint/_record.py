@@ -20,7 +20,8 @@ from etils import epath
 from optax_freeze._errors import counted, in_one_line, is_concrete, is_int, message, value_error
 from optax_freeze._optimizer.group_plans import GroupPlans
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import choice_of, elements
+from optax_freeze._spec.element_masks import elements
+from optax_freeze._spec.masks import choice_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.plan_digest import digest_of, record_of, refuse_other_plan
 from optax_freeze._spec.resolve import FreezeWarning

@@ -8,7 +8,8 @@ import numpy as np
 
 from optax_freeze._errors import counted, described, is_array, is_scalar, value_error
 from optax_freeze._spec import tree as _tree
-from optax_freeze._spec.masks import Elements, elements
+from optax_freeze._spec.element_masks import elements
+from optax_freeze._spec.masks import Elements
 from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.pretrained_leaf import dtype_of, grown, growth_of, kind_of, loaded, put, shape_of
 from optax_freeze._spec.resolve import plan_of_choices

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from optax_freeze._errors import is_number
-from optax_freeze._spec.masks import Choice, elements, rows
+from optax_freeze._spec.element_masks import elements, rows
+from optax_freeze._spec.masks import Choice
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import (
     FROZEN,
