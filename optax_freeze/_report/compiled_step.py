@@ -1,7 +1,7 @@
 """Compiles a training step from shapes, and reads the compiler's figures: nothing is allocated, and nothing runs."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,7 +76,8 @@ def figures(step: Callable[..., Any], params: PyTree, state: PyTree, batch: Sequ
     traced = jax.jit(of_arrays, donate_argnums=(0, 1), out_shardings=results).trace(*given)
     program, _ = without_unused(traced.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
     count = flops(program.jaxpr.eqns)
-    on_host = _nbytes(x for x in jax.tree.leaves(given) if is_on_host(x))
+    shapes = filter(is_on_host, jax.tree.leaves(given))
+    on_host = sum(nbytes_of(x.sharding.shard_shape(x.shape), x.dtype) for x in shapes)
     try:
         memory = traced.lower().compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
@@ -121,11 +122,6 @@ def _format(shape: jax.ShapeDtypeStruct) -> Any:
     """The sharding of a shape, with its layout if it has one."""
     given = getattr(shape, "format", None)
     return shape.sharding if getattr(given, "layout", None) is None else given
-
-
-def _nbytes(shapes: Iterable[Any]) -> int:
-    """The bytes of one shard of each array."""
-    return sum(nbytes_of(x.sharding.shard_shape(x.shape), x.dtype) for x in shapes)
 
 
 _NEEDED = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")
