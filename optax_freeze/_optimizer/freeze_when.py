@@ -162,57 +162,37 @@ def freeze_when(
             call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)
         else:
             call = InnerUpdate.computing_grads(plans.everything, params, extra_args)
-        return _updated(inner, coupled, state, plans, call, gradient_of, in_place=in_place)
+        frozen = list(frozen_groups(state).values())
+        grads, coupled_state = call.grads, state.coupled_state
+        if coupled is not None:
+            grads, coupled_state = update_coupled(coupled, call, plans, frozen, coupled_state)
+
+        def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
+            # Conditions see the norm before `coupled`, which may clip it. It costs a pass, so only if it is read.
+            own = call.grads if gradient_of is None else plans.everything.full(gradient_of.of_group(n))
+            is_read = n < len(plans.names) and plans.conditions[n].takes_norm
+            norm = global_norm(plans.plans[n].trainable(call.treedef, own)) if is_read else jnp.zeros([], jnp.float32)
+            return grads if gradient_of is None else own, norm
+
+        now = [*frozen, False] if gradient_of is None else gradient_of.frozen
+        now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
+        olds = [state.groups[name] for name in plans.names]
+        states = [*(group.inner_state for group in olds), state.ungrouped_state]
+        run = call.new_params if in_place else call.updates
+        new, [*states, ungrouped_state], norms = run(Inner(inner), plans.plans, states, gradient, now)
+        if not in_place:
+            new = merged(call, plans.everything, plans.plans, new, True)
+            new = jax.tree.unflatten(call.treedef, plans.everything.with_sources(new, call.grads))
+        of_conditions = [group.condition_state for group in olds]
+        of_conditions = decide(plans.conditions, "next", state.step, of_conditions, frozen, norms[:-1])
+        groups = {
+            name: old._replace(condition_state=its, inner_state=inner_state)
+            for name, old, its, inner_state in zip(plans.names, olds, of_conditions, states, strict=True)
+        }
+        step = jnp.asarray(optax.safe_increment(state.step))
+        return new, FreezeWhenState(step, state.plan, groups, ungrouped_state, coupled_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, Update(update, of_groups))
-
-
-def _updated(
-    inner: optax.GradientTransformation,
-    coupled: optax.GradientTransformation | None,
-    state: FreezeWhenState,
-    plans: GroupPlans,
-    call: InnerUpdate,
-    gradient_of: GradientOfGroups | None,
-    *,
-    in_place: bool,
-) -> tuple[PyTree, FreezeWhenState]:
-    """The updates of all groups and of the rest, or the new parameters if ``in_place``; and the next state."""
-    frozen = list(frozen_groups(state).values())
-    grads, coupled_state = call.grads, state.coupled_state
-    if coupled is not None:
-        grads, coupled_state = update_coupled(coupled, call, plans, frozen, coupled_state)
-
-    def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
-        # Conditions see the norm before `coupled`, which may clip it. It costs a pass over the gradient: only if asked.
-        own = call.grads if gradient_of is None else plans.everything.full(gradient_of.of_group(n))
-        is_read = n < len(plans.names) and plans.conditions[n].takes_norm
-        norm = global_norm(plans.plans[n].trainable(call.treedef, own)) if is_read else jnp.zeros([], jnp.float32)
-        return grads if gradient_of is None else own, norm
-
-    now = [*frozen, False] if gradient_of is None else gradient_of.frozen
-    now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
-    states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
-    run = call.new_params if in_place else call.updates
-    new, [*states, ungrouped_state], norms = run(Inner(inner), plans.plans, states, gradient, now)
-    if not in_place:
-        new = merged(call, plans.everything, plans.plans, new, True)
-        new = jax.tree.unflatten(call.treedef, plans.everything.with_sources(new, call.grads))
-    groups = _next_groups(state, plans, frozen, norms[:-1], states)
-    step = jnp.asarray(optax.safe_increment(state.step))
-    return new, FreezeWhenState(step, state.plan, groups, ungrouped_state, coupled_state)
-
-
-def _next_groups(
-    state: FreezeWhenState, plans: GroupPlans, frozen: Sequence[Any], norms: Sequence[Any], inner_states: Sequence[Any]
-) -> dict[str, GroupState]:
-    """The states of the groups after an update with gradients of these norms."""
-    old = [state.groups[name].condition_state for name in plans.names]
-    condition_states = decide(plans.conditions, "next", state.step, old, frozen, norms)
-    return {
-        name: state.groups[name]._replace(condition_state=its, inner_state=inner_state)
-        for name, its, inner_state in zip(plans.names, condition_states, inner_states, strict=True)
-    }
 
 
 def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
