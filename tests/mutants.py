@@ -613,7 +613,7 @@ _BY_FILE = {
     ("_report/state_bytes.py", "tests/report/test_summary.py"): [
         ("[leaf.inexact for leaf in plan.leaves]", "[leaf.dtype for leaf in plan.leaves]", ""),
         ("return jnp.iinfo(dtype).bits", "return np.dtype(dtype).itemsize * 8", "-k narrow_numbers"),
-        ("found.rest == full.rest and ", "", "-k not_by_leaf"),
+        ("held.rest == full.rest and ", "", "-k not_by_leaf"),
         (", len(self.by_leaf)):", "):", "-k name_of_a_count"),
         ("contextlib.suppress(Exception)", "contextlib.suppress()", "-k ask_for_the_structure"),
     ],
