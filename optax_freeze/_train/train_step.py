@@ -79,7 +79,8 @@ def train_step(
     refuse_no_function(loss, tx, _CALL)
     refuse_several(argnums)
     _refuse_unknown(extra_args)
-    refuse_no_functions(rows)
+    if rows is not None:
+        refuse_no_functions(rows)
     of_params_first = parameters_first(loss, argnums)
     update = as_transformation(tx, _CALL, other=loss).update
     of_groups = update.of_groups if isinstance(update, Update) else None
