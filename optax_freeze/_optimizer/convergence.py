@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import described, type_error, value_error, whole_number
+from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition
+from optax_freeze._optimizer.step_conditions import number_of_updates
 from optax_freeze._spec.selectors import distinct
 
 
@@ -131,7 +132,7 @@ def freeze_converged(patterns: Sequence[Any], every: int, percentile: float = 50
             expected="at least two patterns, from the input to the output layers",
             fix="add the next layer (the last never freezes); or use {pattern: lambda step, stats: stats.norm < 0.01}",
         )
-    every = whole_number("every", every, least=1, fix="give a number of updates, such as 100")
+    every = number_of_updates("every", every, 1)
     is_number = isinstance(percentile, (int, float, np.integer, np.floating)) and not isinstance(percentile, bool)
     if not is_number or not 0 <= percentile <= 100:
         raise (value_error if is_number else type_error)(
@@ -141,7 +142,6 @@ def freeze_converged(patterns: Sequence[Any], every: int, percentile: float = 50
             expected="a number from 0 to 100",
             fix="percentile=50 is the median; larger values freeze groups sooner",
         )
-    every = min(every, np.iinfo(np.int32).max)
     return {pattern: Converged(listed, every, float(percentile), place) for place, pattern in enumerate(listed)}
 
 

@@ -43,9 +43,7 @@ class GradientOfGroups(Protocol):
 
 
 class FreezeWhenState(NamedTuple):
-    """State of :func:`freeze_when`: the number of updates, the groups and their states, and the state of the leaves in
-    no group.
-    """
+    """State of :func:`freeze_when`: the number of updates, the groups with their states, and that of other leaves."""
 
     step: jax.Array
     plan: GroupPlans
@@ -132,10 +130,21 @@ def freeze_when(
             group.condition.check()
         params = as_parts(params, around())
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
-        warn_of_leaves(_tree.flatten(params)[0], plans.everything, plans.plans[-1], tied, stacklevel=2)
+        values, treedef = _tree.flatten(params)
+        warn_of_leaves(values, plans.everything, plans.plans[-1], tied, stacklevel=2)
         has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
-        state = _initial_state(inner, coupled, plans, has_array, params)
-        accepted.add(state.plan)
+        own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
+        plans = plans.with_masks(own)
+        *of_groups, rest = plans.plans
+        groups = {}
+        for name, condition, has, plan, masks in zip(
+            plans.names, plans.conditions, has_array, of_groups, own, strict=True
+        ):
+            inner_state = _init(inner, plan, params, init_group)
+            groups[name] = GroupState(condition.initial(), stored(plan, treedef, masks) if has else (), inner_state)
+        coupled_state = () if coupled is None else _init(coupled, plans.everything, params)
+        static, step = accepted.add(plans.without_masks()), jnp.zeros([], jnp.int32)
+        state = FreezeWhenState(step, static, groups, _init(inner, rest, params), coupled_state)
         return with_own_buffers(state, params)
 
     def of_groups(
@@ -212,28 +221,6 @@ def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
 
 
 _ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: fz.grad(loss, fz.spec_of(state))"
-
-
-def _initial_state(
-    inner: optax.GradientTransformation,
-    coupled: optax.GradientTransformation | None,
-    plans: GroupPlans,
-    has_array: Sequence[bool],
-    params: PyTree,
-) -> FreezeWhenState:
-    """The state of these groups; ``has_array`` says whose masks are arrays, which their states hold."""
-    values, treedef = _tree.flatten(params)
-    own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
-    plans = plans.with_masks(own)
-    *of_groups, rest = plans.plans
-    groups = {}
-    for name, condition, has, plan, masks in zip(plans.names, plans.conditions, has_array, of_groups, own, strict=True):
-        state = _init(inner, plan, params, init_group)
-        groups[name] = GroupState(condition.initial(), stored(plan, treedef, masks) if has else (), state)
-    coupled_state = () if coupled is None else _init(coupled, plans.everything, params)
-    ungrouped_state = _init(inner, rest, params)
-    step = jnp.zeros([], jnp.int32)
-    return FreezeWhenState(step, plans.without_masks(), groups, ungrouped_state, coupled_state)
 
 
 def _init(

@@ -32,6 +32,8 @@ from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
 
+_CALL = "fz.union(fz.freeze(a, frozen), fz.freeze(b, also_frozen))"
+
 
 class UnionState(NamedTuple):
     """State of :func:`union`: that of each part."""
@@ -131,34 +133,26 @@ def union(*transformations: optax.GradientTransformation) -> optax.GradientTrans
 
 def _part_of(tx: Any, n: int) -> FreezingPart:
     update = getattr(tx, "update", None)
-    part = update.part if isinstance(update, Update) and not update.only_freezes else None
-    if part is None:
-        got, fix = described(tx), "put everything inside: fz.union(fz.freeze(optax.adam(1e-3), frozen), ...)"
-        if isinstance(update, Update):
-            got = "fz.masked_zero_updates, which has no optimizer"
-            fix = "fz.freeze(optimizer, frozen)"
-            if update.of_groups is not None:
-                got = "fz.freeze_when, which trains every leaf that is in no group"
-                fix = "fz.freeze(fz.freeze_when(optimizer, groups), frozen), which freezes what other parts train"
-            elif not update.only_freezes:
-                got, fix = "fz.union", "give all parts to one fz.union"
-        elif hasattr(tx, "update"):
-            got = "a transformation without a spec"
-        raise type_error(
-            "a part of fz.union is not made by fz.freeze",
-            at=f"argument {n}",
-            got=got,
-            expected="fz.union(fz.freeze(a, frozen), fz.freeze(b, also_frozen))",
-            fix=fix,
-        )
-    return part
+    if isinstance(update, Update) and update.part is not None and not update.only_freezes:
+        return update.part
+    got, fix = described(tx), "put everything inside: fz.union(fz.freeze(optax.adam(1e-3), frozen), ...)"
+    if not isinstance(update, Update):
+        got = got if update is None else "a transformation without a spec"
+    elif update.only_freezes:
+        got, fix = "fz.masked_zero_updates, which has no optimizer", "fz.freeze(optimizer, frozen)"
+    elif update.of_groups is not None:
+        got = "fz.freeze_when, which trains every leaf that is in no group"
+        fix = "fz.freeze(fz.freeze_when(optimizer, groups), frozen), which freezes what other parts train"
+    else:
+        got, fix = "fz.union", "give all parts to one fz.union"
+    what = "a part of fz.union is not made by fz.freeze"
+    raise type_error(what, at=f"argument {n}", got=got, expected=_CALL, fix=fix)
 
 
 def _refuse_no_parts(parts: Sequence[FreezingPart]) -> None:
-    expected = "fz.union(fz.freeze(a, frozen), fz.freeze(b, also_frozen))"
     if not parts:
         fix = "give a fz.freeze for each part"
-        raise value_error("fz.union needs a part", at="fz.union", got="no argument", expected=expected, fix=fix)
+        raise value_error("fz.union needs a part", at="fz.union", got="no argument", expected=_CALL, fix=fix)
     if len({part.full_updates for part in parts}) > 1:
         raise value_error(
             "the parts of fz.union have different updates",
