@@ -59,7 +59,7 @@ def cast(tree: PyTree, frozen: Spec, dtype: Any) -> PyTree:
         return done[id(array)]
 
     new = []
-    for value, leaf, selection in zip(values, plan.leaves, plan.selections, strict=True):
+    for leaf, selection, value in plan.entries(values):
         if isinstance(value, Rest):
             array = once(value.array, leaf.path)
             new.append(dataclasses.replace(value, array=array, dtype=value.dtype or value.array.dtype))

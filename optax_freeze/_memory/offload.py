@@ -19,6 +19,7 @@ from optax_freeze._optimizer.freeze_when import FreezeWhenState
 from optax_freeze._optimizer.group_state import GroupState
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import HOST, is_in_blocks, is_on_host, on_device, to_device
+from optax_freeze._spec.numpy_leaves import is_converted
 from optax_freeze._spec.plan import may_stay_on_host
 from optax_freeze._spec.resolve import Spec, make_plan
 from optax_freeze._spec.selection import FROZEN, Selection
@@ -90,12 +91,11 @@ def offload(tree: PyTree, frozen: Spec | None = None, *, tables: Spec | None = N
     named = [False] * len(values)
     if tables is not None:
         named = [selection is FROZEN for selection in make_plan(tree, tables).in_state.selections]
-    leaves = list(zip(values, plan.leaves, plan.selections, strict=True))
-    streams = [_streams(*each, min_bytes, is_table) for each, is_table in zip(leaves, named, strict=True)]
+    streams = [_streams(*each, min_bytes=min_bytes) for each in plan.entries(values, named)]
     stays = {id(value) for value, moves in zip(values, streams, strict=True) if not moves}
     moves = {id(value): value for value in values if id(value) not in stays}  # an array at two paths only once
     moved = {number: _to_host(value) for number, value in moves.items()}
-    back = [v if may_stay_on_host(selection) else _to_device(v) for v, _, selection in leaves]
+    back = [v if may_stay_on_host(selection) else _to_device(v) for _, selection, v in plan.entries(values)]
     return jax.tree.unflatten(treedef, [moved.get(id(v), other) for v, other in zip(values, back, strict=True)])
 
 
@@ -127,14 +127,12 @@ def _with_idle_groups(state: PyTree, min_bytes: int) -> PyTree:
     return map_states(visit, state, FreezeWhenState)
 
 
-def _streams(value: Any, leaf: Leaf, selection: Selection, min_bytes: int, is_table: bool) -> bool:
+def _streams(leaf: Leaf, selection: Selection, value: Any, is_table: bool, *, min_bytes: int) -> bool:
     """Whether a leaf can be read from the host: a large stack or table that is frozen completely or by static rows."""
     selection = value.selection if isinstance(value, Rest) else selection
     if leaf.shape is None or leaf.index is not None or not may_stay_on_host(selection):
         return False
-    if len(leaf.shape) < 2 or (len(leaf.shape) == 2 and not is_table):
-        return False
-    if isinstance(value, np.ndarray) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+    if len(leaf.shape) < (2 if is_table else 3) or is_converted(value):
         return False
     is_number = not jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended) and leaf.dtype != jax.dtypes.float0
     if not is_number or math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize < min_bytes:
@@ -165,7 +163,7 @@ def _to_host(value: Any) -> Any:
         return value
     if isinstance(value, Tracer):
         return jax.device_put(value, jax.memory.Space.Host)
-    sharding = getattr(value, "sharding", None) or SingleDeviceSharding(default_device())
+    sharding = getattr(value, "sharding", None) or default_sharding()
     _refuse_no_host_memory(sharding)
     return _placed(value, _with_rows_apart(value, sharding.with_memory_kind(HOST)))
 
@@ -193,10 +191,11 @@ def _placed(value: Any, sharding: Any) -> Any:
     return jax.device_put(value, sharding)
 
 
-def default_device() -> Any:
-    config: Any = jax.config
-    device = config.jax_default_device
-    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device or jax.local_devices()[0]
+def default_sharding() -> Sharding:
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if not device or isinstance(device, str):  # the name of a backend
+        device = jax.local_devices(backend=device)[0]
+    return SingleDeviceSharding(device)
 
 
 def _refuse_no_host_memory(sharding: Sharding) -> None:

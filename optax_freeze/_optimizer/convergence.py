@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_freeze._errors import described, type_error, value_error, whole_number
+from optax_freeze._errors import described, type_error, value_error
 from optax_freeze._optimizer.conditions import Condition
+from optax_freeze._optimizer.step_conditions import number_of_updates
 from optax_freeze._spec.selectors import distinct
 
 
@@ -53,24 +54,21 @@ class Converged(Condition):
     ) -> list[Interval]:
         old = Interval(*map(jnp.stack, zip(*map(jax.tree.leaves, states), strict=True)))
         converged, norm = jnp.stack([jnp.asarray(each) for each in frozen]), jnp.stack(norms)
-        sums = jnp.where(converged, old.sum, old.sum + norm)
+        total = jnp.where(converged, old.sum, old.sum + norm)
         seen = jnp.where(converged, old.seen, old.seen + 1)
-        after = self._decided(Interval(sums, seen, old.previous, converged), (step + 1) % self.every == 0)
-        return [Interval(*(x[i] for x in after)) for i in range(len(states))]
-
-    def _decided(self, each: Interval, at_end: jax.Array) -> Interval:
-        """The groups after the decision at the end of an interval."""
+        at_end = (step + 1) % self.every == 0
         # A state that was migrated in mid-interval has not seen all of it.
-        is_full = (each.seen == self.every) & jnp.isfinite(each.sum)
-        mean = jnp.where(is_full, each.sum / self.every, 0)
-        ends = at_end & ~each.converged  # what is frozen stands still
-        comparable = ends & (mean > 0) & (each.previous > 0)
-        change = jnp.abs(each.previous - mean) / jnp.where(comparable, each.previous, 1)
+        is_full = (seen == self.every) & jnp.isfinite(total)
+        mean = jnp.where(is_full, total / self.every, 0)
+        ends = at_end & ~converged  # what is frozen stands still
+        comparable = ends & (mean > 0) & (old.previous > 0)
+        change = jnp.abs(old.previous - mean) / jnp.where(comparable, old.previous, 1)
         comparable &= jnp.isfinite(change)
-        settled = each.converged | (comparable & (change < _percentile(change, comparable, self.percentile)))
-        converged = each.converged | (jnp.cumsum(~settled) == 0)
-        sums, seen = jnp.where(ends, 0, each.sum), jnp.where(ends, 0, each.seen)
-        return Interval(sums, seen, jnp.where(ends, mean, each.previous), converged)
+        settled = converged | (comparable & (change < _percentile(change, comparable, self.percentile)))
+        converged |= jnp.cumsum(~settled) == 0
+        total, seen = jnp.where(ends, 0, total), jnp.where(ends, 0, seen)
+        after = total, seen, jnp.where(ends, mean, old.previous), converged
+        return [Interval(*(x[i] for x in after)) for i in range(len(states))]
 
     def __repr__(self) -> str:
         percentile = "" if self.percentile == 50 else f", percentile={self.percentile:g}"
@@ -134,7 +132,7 @@ def freeze_converged(patterns: Sequence[Any], every: int, percentile: float = 50
             expected="at least two patterns, from the input to the output layers",
             fix="add the next layer (the last never freezes); or use {pattern: lambda step, stats: stats.norm < 0.01}",
         )
-    every = whole_number("every", every, least=1, fix="give a number of updates, such as 100")
+    every = number_of_updates("every", every, 1)
     is_number = isinstance(percentile, (int, float, np.integer, np.floating)) and not isinstance(percentile, bool)
     if not is_number or not 0 <= percentile <= 100:
         raise (value_error if is_number else type_error)(
@@ -144,7 +142,6 @@ def freeze_converged(patterns: Sequence[Any], every: int, percentile: float = 50
             expected="a number from 0 to 100",
             fix="percentile=50 is the median; larger values freeze groups sooner",
         )
-    every = min(every, np.iinfo(np.int32).max)
     return {pattern: Converged(listed, every, float(percentile), place) for place, pattern in enumerate(listed)}
 
 

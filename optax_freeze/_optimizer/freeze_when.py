@@ -44,9 +44,7 @@ class GradientOfGroups(Protocol):
 
 
 class FreezeWhenState(NamedTuple):
-    """State of :func:`freeze_when`: the number of updates, the groups and their states, and the state of the leaves in
-    no group.
-    """
+    """State of :func:`freeze_when`: the number of updates, the groups with their states, and that of other leaves."""
 
     step: jax.Array
     plan: GroupPlans
@@ -133,10 +131,21 @@ def freeze_when(
             group.condition.check()
         params = as_parts(params, around())
         plans = changed(make_group_plans(given, params, tied, accepted.latest))
-        warn_of_leaves(_tree.flatten(params)[0], plans.everything, plans.plans[-1], tied, stacklevel=2)
+        values, treedef = _tree.flatten(params)
+        warn_of_leaves(values, plans.everything, plans.plans[-1], tied, stacklevel=2)
         has_array = [isinstance(by_key[key].mask, (Elements, DynamicRows)) for key in plans.keys]
-        state = _initial_state(inner, coupled, plans, has_array, params)
-        accepted.add(state.plan)
+        own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
+        plans = plans.with_masks(own)
+        *of_groups, rest = plans.plans
+        groups = {}
+        for name, condition, has, plan, masks in zip(
+            plans.names, plans.conditions, has_array, of_groups, own, strict=True
+        ):
+            inner_state = _init(inner, plan, params, store=without_others)
+            groups[name] = GroupState(condition.initial(), stored(plan, treedef, masks) if has else (), inner_state)
+        coupled_state = () if coupled is None else _init(coupled, plans.everything, params)
+        static, step = accepted.add(plans.without_masks()), jnp.zeros([], jnp.int32)
+        state = FreezeWhenState(step, static, groups, _init(inner, rest, params), coupled_state)
         return with_own_buffers(state, params)
 
     def of_groups(
@@ -163,55 +172,35 @@ def freeze_when(
             call = InnerUpdate.aligned(plans.everything, updates, params, extra_args, _ALL_GRADIENTS)
         else:
             call = InnerUpdate.computing_grads(plans.everything, params, extra_args)
-        return _updated(inner, coupled, state, plans, call, gradient_of, in_place=in_place)
+        frozen = list(frozen_groups(state).values())
+        grads, coupled_state = call.grads, state.coupled_state
+        if coupled is not None:
+            grads, coupled_state = update_coupled(coupled, call, plans, frozen, coupled_state)
+
+        def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
+            # Conditions see the norm before `coupled`, which may clip it. It costs a pass, so only if it is read.
+            own = call.grads if gradient_of is None else plans.everything.full(gradient_of.of_group(n))
+            is_read = n < len(plans.names) and plans.conditions[n].takes_norm
+            norm = global_norm(plans.plans[n].trainable(call.treedef, own)) if is_read else jnp.zeros([], jnp.float32)
+            return grads if gradient_of is None else own, norm
+
+        now = [*frozen, False] if gradient_of is None else gradient_of.frozen
+        now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
+        olds = [state.groups[name] for name in plans.names]
+        states = [*(group.inner_state for group in olds), state.ungrouped_state]
+        run = GroupUpdate(call, inner, plans.plans, states, gradient, now)
+        new, [*states, ungrouped_state], norms = run.new_params() if in_place else run.updates()
+        new = new if in_place else merged(call, plans.everything, plans.plans, new, True)
+        of_conditions = [group.condition_state for group in olds]
+        of_conditions = decide(plans.conditions, "next", state.step, of_conditions, frozen, norms[:-1])
+        groups = {
+            name: old._replace(condition_state=its, inner_state=inner_state)
+            for name, old, its, inner_state in zip(plans.names, olds, of_conditions, states, strict=True)
+        }
+        step = jnp.asarray(optax.safe_increment(state.step))
+        return new, FreezeWhenState(step, state.plan, groups, ungrouped_state, coupled_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, Update(update, of_groups))
-
-
-def _updated(
-    inner: optax.GradientTransformation,
-    coupled: optax.GradientTransformation | None,
-    state: FreezeWhenState,
-    plans: GroupPlans,
-    call: InnerUpdate,
-    gradient_of: GradientOfGroups | None,
-    *,
-    in_place: bool,
-) -> tuple[PyTree, FreezeWhenState]:
-    """The updates of all groups and of the rest, or the new parameters if ``in_place``; and the next state."""
-    frozen = list(frozen_groups(state).values())
-    grads, coupled_state = call.grads, state.coupled_state
-    if coupled is not None:
-        grads, coupled_state = update_coupled(coupled, call, plans, frozen, coupled_state)
-
-    def gradient(n: int) -> tuple[Sequence[Any], jax.Array]:
-        # Conditions see the norm before `coupled`, which may clip it. It costs a pass over the gradient: only if asked.
-        own = call.grads if gradient_of is None else plans.everything.full(gradient_of.of_group(n))
-        is_read = n < len(plans.names) and plans.conditions[n].takes_norm
-        norm = global_norm(plans.plans[n].trainable(call.treedef, own)) if is_read else jnp.zeros([], jnp.float32)
-        return grads if gradient_of is None else own, norm
-
-    now = [*frozen, False] if gradient_of is None else gradient_of.frozen
-    now = [plan.all_frozen or is_frozen for plan, is_frozen in zip(plans.plans, now, strict=True)]
-    states = [*(state.groups[name].inner_state for name in plans.names), state.ungrouped_state]
-    run = GroupUpdate(call, inner, plans.plans, states, gradient, now)
-    new, [*states, ungrouped_state], norms = run.new_params() if in_place else run.updates()
-    new = new if in_place else merged(call, plans.everything, plans.plans, new, True)
-    groups = _next_groups(state, plans, frozen, norms[:-1], states)
-    step = jnp.asarray(optax.safe_increment(state.step))
-    return new, FreezeWhenState(step, state.plan, groups, ungrouped_state, coupled_state)
-
-
-def _next_groups(
-    state: FreezeWhenState, plans: GroupPlans, frozen: Sequence[Any], norms: Sequence[Any], inner_states: Sequence[Any]
-) -> dict[str, GroupState]:
-    """The states of the groups after an update with gradients of these norms."""
-    old = [state.groups[name].condition_state for name in plans.names]
-    condition_states = decide(plans.conditions, "next", state.step, old, frozen, norms)
-    return {
-        name: state.groups[name]._replace(condition_state=its, inner_state=inner_state)
-        for name, its, inner_state in zip(plans.names, condition_states, inner_states, strict=True)
-    }
 
 
 def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
@@ -231,28 +220,6 @@ def frozen_groups(state: FreezeWhenState) -> dict[str, Any]:
 
 
 _ALL_GRADIENTS = "give the gradient of every group, as a group may thaw: fz.grad(loss, fz.spec_of(state))"
-
-
-def _initial_state(
-    inner: optax.GradientTransformation,
-    coupled: optax.GradientTransformation | None,
-    plans: GroupPlans,
-    has_array: Sequence[bool],
-    params: PyTree,
-) -> FreezeWhenState:
-    """The state of these groups; ``has_array`` says whose masks are arrays, which their states hold."""
-    values, treedef = _tree.flatten(params)
-    own = [plan.copied_masks(values) if has else [] for has, plan in zip(has_array, plans.plans, strict=False)]
-    plans = plans.with_masks(own)
-    *of_groups, rest = plans.plans
-    groups = {}
-    for name, condition, has, plan, masks in zip(plans.names, plans.conditions, has_array, of_groups, own, strict=True):
-        state = _init(inner, plan, params, store=without_others)
-        groups[name] = GroupState(condition.initial(), stored(plan, treedef, masks) if has else (), state)
-    coupled_state = () if coupled is None else _init(coupled, plans.everything, params)
-    ungrouped_state = _init(inner, rest, params)
-    step = jnp.zeros([], jnp.int32)
-    return FreezeWhenState(step, plans.without_masks(), groups, ungrouped_state, coupled_state)
 
 
 def _init(tx: optax.GradientTransformation, plan: Plan, params: PyTree, **options: Any) -> optax.OptState:

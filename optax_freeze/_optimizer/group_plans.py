@@ -114,11 +114,11 @@ def make_group_plans(
             if name in made:
                 raise _same_name(name, made[name][0], group)
             made[name] = group, plan
-    latest = latest if everything.is_placeholder else None
     if not leaves:
         by_key = {group.name: group for group in groups}
-        keys = [group.name for group in groups if not group.each] if latest is None else latest.keys
-        names = keys if latest is None else latest.names
+        keys = names = [group.name for group in groups if not group.each]
+        if everything.is_placeholder and latest is not None:
+            keys, names = latest.keys, latest.names
         made = {name: (by_key[key], everything) for name, key in zip(names, keys, strict=True)}
     plans = *(plan for _, plan in made.values()), plan_of_choices(walk, leaves, taken, tied)
     owners = [group for group, _ in made.values()]

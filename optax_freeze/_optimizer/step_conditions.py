@@ -62,7 +62,7 @@ def unfreeze_at(step: int) -> NamedSchedule:
       >>> [fz.unfreeze_at(2)(step) for step in range(4)]
       [True, True, False, False]
     """
-    step = _updates("step", step)
+    step = number_of_updates("step", step)
     return NamedSchedule(f"fz.unfreeze_at({step})", functools.partial(operator.gt, step))
 
 
@@ -83,7 +83,7 @@ def freeze_at(step: int) -> NamedSchedule:
       >>> [fz.freeze_at(2)(step) for step in range(4)]
       [False, False, True, True]
     """
-    step = _updates("step", step)
+    step = number_of_updates("step", step)
     return NamedSchedule(f"fz.freeze_at({step})", functools.partial(operator.le, step))
 
 
@@ -107,7 +107,7 @@ def alternate(period: int, offset: int = 0) -> NamedSchedule:
       >>> [fz.alternate(2)(step) for step in range(6)]
       [True, True, False, False, True, True]
     """
-    period, offset = _updates("period", period, 1), _updates("offset", offset)
+    period, offset = number_of_updates("period", period, 1), number_of_updates("offset", offset)
     call = f"fz.alternate({period}{f', offset={offset}' if offset else ''})"
     return NamedSchedule(call, functools.partial(_alternate, period, offset))
 
@@ -138,7 +138,7 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Callable[
       >>> fz.gradual_unfreeze(["head", "encoder/layer_1", "encoder/layer_0"], every=100)
       {'head': fz.unfreeze_at(0), 'encoder/layer_1': fz.unfreeze_at(100), 'encoder/layer_0': fz.unfreeze_at(200)}
     """
-    every, name = _updates("every", every, 1), "fz.gradual_unfreeze"
+    every, name = number_of_updates("every", every, 1), "fz.gradual_unfreeze"
     listed = distinct(name, patterns)
     for pattern in listed:
         if isinstance(pattern, Each):
@@ -148,6 +148,6 @@ def gradual_unfreeze(patterns: Sequence[Any], every: int) -> dict[Any, Callable[
     return {pattern: unfreeze_at(i * every) for i, pattern in enumerate(listed)}
 
 
-def _updates(name: str, value: Any, least: int = 0) -> int:
+def number_of_updates(name: str, value: Any, least: int = 0) -> int:
     number = whole_number(name, value, least=least, fix="give a number of updates, such as 100")
     return min(number, np.iinfo(np.int32).max)  # the step does not count further

@@ -6,8 +6,9 @@ A part is a :func:`optax_freeze.freeze`, whose update is that of one plan. The p
 
 import dataclasses
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ from optax_freeze._spec.masks import mask_of
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, RowIndex, Selection
 from optax_freeze._spec.tree import Leaf, Part, PyTree
+
+_CALL = "fz.union(fz.freeze(a, frozen), fz.freeze(b, also_frozen))"
 
 
 class UnionState(NamedTuple):
@@ -93,7 +96,7 @@ def union(*transformations: optax.GradientTransformation) -> optax.GradientTrans
 
     def init_fn(params: PyTree) -> PyTree:
         own = as_parts(params, around())
-        refuse_overlap([part.plan(own) for part in parts])
+        _refuse_overlap([part.plan(own) for part in parts])
         states: Any = tuple(tx.init(params) for tx in transformations)
         return with_own_buffers(UnionState(states), params)
 
@@ -101,7 +104,8 @@ def union(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         updates: PyTree, state: PyTree, params: PyTree | None, extra_args: dict[str, Any], *, in_place: bool
     ) -> tuple[PyTree, PyTree]:
         if not isinstance(state, UnionState) or len(state.parts) != len(parts):
-            raise other_transformation(_told(state), f"a UnionState of {len(parts)} parts")
+            got = type(state).__name__ + (f" of {len(state.parts)} parts" if isinstance(state, UnionState) else "")
+            raise other_transformation(got, f"a UnionState of {len(parts)} parts")
         tree = updates if params is None else params
         states = [part.state(each, tree) for part, each in zip(parts, state.parts, strict=True)]
         plans = [each.current_plan for each in states]
@@ -126,34 +130,26 @@ def union(*transformations: optax.GradientTransformation) -> optax.GradientTrans
 
 def _part_of(tx: Any, n: int) -> FreezingPart:
     update = getattr(tx, "update", None)
-    part = update.part if isinstance(update, Update) and not update.only_freezes else None
-    if part is None:
-        got, fix = described(tx), "put everything inside: fz.union(fz.freeze(optax.adam(1e-3), frozen), ...)"
-        if isinstance(update, Update):
-            got = "fz.masked_zero_updates, which has no optimizer"
-            fix = "fz.freeze(optimizer, frozen)"
-            if update.of_groups is not None:
-                got = "fz.freeze_when, which trains every leaf that is in no group"
-                fix = "fz.freeze(fz.freeze_when(optimizer, groups), frozen), which freezes what other parts train"
-            elif not update.only_freezes:
-                got, fix = "fz.union", "give all parts to one fz.union"
-        elif hasattr(tx, "update"):
-            got = "a transformation without a spec"
-        raise type_error(
-            "a part of fz.union is not made by fz.freeze",
-            at=f"argument {n}",
-            got=got,
-            expected="fz.union(fz.freeze(a, frozen), fz.freeze(b, also_frozen))",
-            fix=fix,
-        )
-    return part
+    if isinstance(update, Update) and update.part is not None and not update.only_freezes:
+        return update.part
+    got, fix = described(tx), "put everything inside: fz.union(fz.freeze(optax.adam(1e-3), frozen), ...)"
+    if not isinstance(update, Update):
+        got = got if update is None else "a transformation without a spec"
+    elif update.only_freezes:
+        got, fix = "fz.masked_zero_updates, which has no optimizer", "fz.freeze(optimizer, frozen)"
+    elif update.of_groups is not None:
+        got = "fz.freeze_when, which trains every leaf that is in no group"
+        fix = "fz.freeze(fz.freeze_when(optimizer, groups), frozen), which freezes what other parts train"
+    else:
+        got, fix = "fz.union", "give all parts to one fz.union"
+    what = "a part of fz.union is not made by fz.freeze"
+    raise type_error(what, at=f"argument {n}", got=got, expected=_CALL, fix=fix)
 
 
 def _refuse_no_parts(parts: Sequence[FreezingPart]) -> None:
-    expected = "fz.union(fz.freeze(a, frozen), fz.freeze(b, also_frozen))"
     if not parts:
         fix = "give a fz.freeze for each part"
-        raise value_error("fz.union needs a part", at="fz.union", got="no argument", expected=expected, fix=fix)
+        raise value_error("fz.union needs a part", at="fz.union", got="no argument", expected=_CALL, fix=fix)
     if len({part.full_updates for part in parts}) > 1:
         raise value_error(
             "the parts of fz.union have different updates",
@@ -166,16 +162,15 @@ def _refuse_no_parts(parts: Sequence[FreezingPart]) -> None:
 
 def _narrowed(call: InnerUpdate, union: Plan, plan: Plan) -> InnerUpdate:
     """The arguments of a part: of a ``Part`` of the rows of several parts, its own."""
-    narrow: dict[int, Callable[[Any], Any]] = {
-        i: functools.partial(own_rows, union.selections[i], plan.selections[i])
-        for i in plan.own
-        if plan.selections[i] is not union.selections[i]
-    }
-    if not narrow:
+    shared = [i for i in plan.own if plan.selections[i] is not union.selections[i]]
+    if not shared:
         return call
 
     def own(values: Sequence[Any]) -> list[Any]:
-        return [narrow[i](value) if i in narrow else value for i, value in enumerate(values)]
+        values = list(values)
+        for i in shared:
+            values[i] = _own_rows(union.selections[i], plan.selections[i], values[i])
+        return values
 
     def own_tree(tree: Any) -> Any:
         values, treedef = _tree.flatten(tree) if tree is None else _tree.flatten_beside(call.treedef, tree)
@@ -185,26 +180,19 @@ def _narrowed(call: InnerUpdate, union: Plan, plan: Plan) -> InnerUpdate:
     return call._replace(grads=own(call.grads), extra_args=mapped(call.extra_args, own_tree))
 
 
-def _told(state: Any) -> str:
-    parts = f" of {len(state.parts)} parts" if isinstance(state, UnionState) else ""
-    return f"{type(state).__name__}{parts}"
-
-
-def refuse_overlap(plans: Sequence[Plan]) -> None:
+def _refuse_overlap(plans: Sequence[Plan]) -> None:
     """A ``ValueError`` if two parts train the same element, or may do so."""
     for i, leaf in enumerate(plans[0].leaves):
         owners = [(n, plan.selections[i].in_state) for n, plan in enumerate(plans) if plan.selections[i] is not FROZEN]
-        for k, (m, its) in enumerate(owners):
-            for n, other in owners[:k]:
-                found = _overlap(leaf, other, its)
-                if found is not None:
-                    raise value_error(
-                        "two parts of fz.union train the same elements",
-                        at=leaf.path,
-                        got=f"{found}: in part {n} a leaf that {other}, in part {m} a leaf that {its}",
-                        expected="parts that are disjoint; masks and rows of a leaf in several parts have values",
-                        fix="freeze in each part what the others train",
-                    )
+        for (n, other), (m, its) in itertools.combinations(owners, 2):
+            if found := _overlap(leaf, other, its):
+                raise value_error(
+                    "two parts of fz.union train the same elements",
+                    at=leaf.path,
+                    got=f"{found}: in part {n} a leaf that {other}, in part {m} a leaf that {its}",
+                    expected="parts that are disjoint; masks and rows of a leaf in several parts have values",
+                    fix="freeze in each part what the others train",
+                )
 
 
 def _overlap(leaf: Leaf, a: Selection, b: Selection) -> str | None:
@@ -240,7 +228,7 @@ def _joined_leaf(leaf: Leaf, selections: Sequence[Selection]) -> Selection:
     return DenseMask(jnp.broadcast_to(frozen, leaf.shape or ()), False, None, of_state=True)
 
 
-def own_rows(union: Selection, own: Selection, value: Any) -> Any:
+def _own_rows(union: Selection, own: Selection, value: Any) -> Any:
     """Of the rows of several parts those of one; any other value as it is."""
     if not (isinstance(value, Part) and isinstance(union, RowIndex) and isinstance(own, RowIndex)):
         return value

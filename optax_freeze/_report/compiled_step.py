@@ -1,15 +1,14 @@
 """Compiles a training step from shapes, and reads the compiler's figures: nothing is allocated, and nothing runs."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from optax_freeze._errors import is_array, is_number
-from optax_freeze._memory.offload import default_device
+from optax_freeze._memory.offload import default_sharding
 from optax_freeze._report.state_bytes import nbytes_of
 from optax_freeze._spec.memory_kinds import is_on_host, on_device
 from optax_freeze._spec.sharding import replicated
@@ -35,7 +34,7 @@ class Figures(NamedTuple):
 def placed(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
     """The shapes of parameters and batch; parameters without a sharding are replicated over the devices of others."""
     shardings = filter(None, map(_sharding, jax.tree.leaves((params, batch))))
-    default = on_device(replicated(next(shardings, SingleDeviceSharding(default_device()))))
+    default = on_device(replicated(next(shardings, default_sharding())))
     as_array = lambda x: jax.eval_shape(jnp.asarray, x) if is_number(x) else x  # noqa: E731
     params = jax.tree.map(lambda x: _shape(as_array(x), default), params)
     return params, jax.tree.map(lambda x: _shape(x, None), batch)
@@ -76,7 +75,8 @@ def figures(step: Callable[..., Any], params: PyTree, state: PyTree, batch: Sequ
     traced = jax.jit(of_arrays, donate_argnums=(0, 1), out_shardings=results).trace(*given)
     program, _ = without_unused(traced.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
     count = flops(program.jaxpr.eqns)
-    on_host = _nbytes(x for x in jax.tree.leaves(given) if is_on_host(x))
+    shapes = filter(is_on_host, jax.tree.leaves(given))
+    on_host = sum(nbytes_of(x.sharding.shard_shape(x.shape), x.dtype) for x in shapes)
     try:
         memory = traced.lower().compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
@@ -98,9 +98,8 @@ def figures(step: Callable[..., Any], params: PyTree, state: PyTree, batch: Sequ
 def limit(shapes: PyTree) -> int | None:
     """The bytes of the device with the least memory that JAX can use; None if not known, as for a topology."""
     found = {device for x in jax.tree.leaves(shapes) if is_array(x) for device in x.sharding.device_set}
-    limits = [_limit(device) for device in found if device.process_index == jax.process_index()]
-    known = [each for each in limits if each is not None]
-    return min(known) if known and len(known) == len(limits) else None
+    limits: list[Any] = [_limit(device) for device in found if device.process_index == jax.process_index()]
+    return None if not limits or None in limits else min(limits)
 
 
 def _limit(device: Any) -> int | None:
@@ -121,11 +120,6 @@ def _format(shape: jax.ShapeDtypeStruct) -> Any:
     """The sharding of a shape, with its layout if it has one."""
     given = getattr(shape, "format", None)
     return shape.sharding if getattr(given, "layout", None) is None else given
-
-
-def _nbytes(shapes: Iterable[Any]) -> int:
-    """The bytes of one shard of each array."""
-    return sum(nbytes_of(x.sharding.shard_shape(x.shape), x.dtype) for x in shapes)
 
 
 _NEEDED = re.compile(r"HLO temporaries \(([\d.]+)([KMGT]?)\)")

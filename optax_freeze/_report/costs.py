@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -247,11 +248,5 @@ def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
         *columns, console=console, transient=True, disable=not shown, redirect_stdout=False, redirect_stderr=False
     )
     with bar:
-        task, begun = bar.add_task("", total=total), 0
-
-        def show(name: str) -> None:
-            nonlocal begun
-            bar.update(task, description=printable(name), completed=begun)
-            begun += 1
-
-        yield show
+        task, begun = bar.add_task("", total=total), itertools.count()
+        yield lambda name: bar.update(task, description=printable(name), completed=next(begun))

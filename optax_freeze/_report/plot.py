@@ -41,7 +41,7 @@ def draw_flops(counts: dict[str, int], ax: Any) -> Any:
     """Draws numbers of operations as bars on axes; None makes a figure."""
     ax = _new_axes("CutExplanation.plot") if ax is None else ax
     bars = ax.barh(list(counts), [count / 1e9 for count in counts.values()], color=_COLORS[1::-1])
-    ax.bar_label(bars, [f"{share(count, sum(counts.values()))}" for count in counts.values()], padding=3)
+    ax.bar_label(bars, [share(count, sum(counts.values())) for count in counts.values()], padding=3)
     ax.invert_yaxis()
     ax.margins(x=0.2)
     ax.set_xlabel("GFLOP of the forward pass")

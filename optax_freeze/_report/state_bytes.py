@@ -23,7 +23,7 @@ from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.plan import Plan
 from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import Leaf, PyTree
-from optax_freeze._state.own_states import outermost_states, states_in
+from optax_freeze._state.own_states import states_in
 from optax_freeze._state.state_entries import entries_of
 
 
@@ -37,7 +37,7 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
     tx = as_transformation(tx, "fz.summary(params, frozen, tx)")
     full = _State(tx.init, params, plan.leaves, [leaf.inexact for leaf in plan.leaves])
     fix = "unwrap it: fz.summary(params, frozen, inner) for fz.freeze(inner, frozen)"
-    if any(True for _ in outermost_states(full.shapes, UnionState)):
+    if states_in(full.shapes, UnionState):
         fix = "leave it out: fz.summary(params, fz.spec_of(tx.init(params)))"
     refuse_freezing(full.shapes, at="the third argument of fz.summary", fix=fix)
     leaves = [*plan.entries()]
@@ -49,18 +49,16 @@ def state_bytes(tx: Any, params: PyTree, plan: Plan) -> tuple[int, int, Mapping[
     sample = {kind: path for path, kind in kinds.items()}
     some = {*sample.values(), *(leaf.path for leaf, selection in leaves if selection.in_part)}
     keep = [leaf.path in some for leaf in plan.leaves]
-    kept = [tuple(itertools.compress(each, keep)) for each in (plan.leaves, plan.selections)]
-    spec = dataclasses.replace(plan, leaves=kept[0], selections=kept[1]).as_spec
-    held = None
+    kept, selections = (tuple(itertools.compress(each, keep)) for each in (plan.leaves, plan.selections))
+    spec = dataclasses.replace(plan, leaves=kept, selections=selections).as_spec
     with contextlib.suppress(Exception):  # an optimizer may expect the structure of its parameters
-        found = _State(freeze(tx, spec, tied="ignore").init, params, plan.leaves, keep, as_dict=True)
-        is_same = found.rest == full.rest and all(found.by_leaf[p] == full.by_leaf[p] for p in sample.values())
-        held = found if is_same else None
-    if held is None:
-        some, keep = kinds.keys(), [leaf.dtype is not None for leaf in plan.leaves]
-        held = _State(freeze(tx, plan.as_spec, tied="ignore").init, params, plan.leaves, keep)
-    others = {path: full.by_leaf[path] for path in kinds.keys() - some}
-    return full.nbytes, held.nbytes + sum(others.values()), held.by_leaf | others
+        held = _State(freeze(tx, spec, tied="ignore").init, params, plan.leaves, keep, as_dict=True)
+        if held.rest == full.rest and all(held.by_leaf[path] == full.by_leaf[path] for path in sample.values()):
+            others = {path: full.by_leaf[path] for path in kinds.keys() - some}
+            return full.nbytes, held.nbytes + sum(others.values()), held.by_leaf | others
+    keep = [leaf.dtype is not None for leaf in plan.leaves]
+    held = _State(freeze(tx, plan.as_spec, tied="ignore").init, params, plan.leaves, keep)
+    return full.nbytes, held.nbytes, held.by_leaf
 
 
 def refuse_freezing(state: PyTree, *, at: str, fix: str) -> None:

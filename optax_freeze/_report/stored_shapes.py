@@ -125,15 +125,14 @@ def _shards_of_safetensors(index: pathlib.Path) -> dict[str, str]:
 
 def _of_shards(index: epath.Path, shards: Mapping[str, str]) -> dict[str, Any]:
     """All tensors of a model that is stored in several files, each as it is in the file that the index names."""
-    elsewhere = sorted(shard for shard in set(shards.values()) if not _is_shard(shard))
-    if elsewhere:
+    names = sorted({*shards.values()})
+    if elsewhere := [shard for shard in names if not _is_shard(shard)]:
         got = f"an index that names {', '.join(elsewhere[:3])}"
         raise _wrong(index, got, "take the index and its .safetensors files, in one directory, from the same model")
-    missing = sorted(shard for shard in set(shards.values()) if not (index.parent / shard).is_file())
-    if missing:
+    if missing := [shard for shard in names if not (index.parent / shard).is_file()]:
         got = f"an index whose files are missing: {_listed([index.parent / shard for shard in missing])}"
         raise _wrong(index, got, "download them, or name a file that is there")
-    files = {shard: _of_file(index.parent / shard) for shard in sorted(set(shards.values()))}
+    files = {shard: _of_file(index.parent / shard) for shard in names}
     for name, shard in shards.items():
         if name not in files[shard]:
             got = f"an index that names the tensor {name} in {shard}, which does not contain it"

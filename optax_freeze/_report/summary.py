@@ -203,9 +203,7 @@ def summary(
 def _row(leaf: Leaf, selection: Selection, value: Any) -> Row:
     if leaf.shape is None:
         return Row(leaf.path, None, None, 0, 0, 0, 0)
-    shape = leaf.shape
-    if leaf.index is not None:
-        shape = shape_of_part(leaf.index, shape)
+    shape = leaf.shape if leaf.index is None else shape_of_part(leaf.index, leaf.shape)
     elements = math.prod(shape)
     frozen = elements if selection is FROZEN else 0
     if selection.in_part and leaf.index is None:

@@ -71,10 +71,8 @@ def _sum(path: str, rows: Sequence[Row]) -> Row:
 
 
 def table(rows: Iterable[Row], totals: list[str]) -> Table:
-    return Table(
-        [tuple(map(printable, _cells(line))) for line in fold((row.path, row._replace(path="")) for row in rows)],
-        totals,
-    )
+    lines = fold((row.path, row._replace(path="")) for row in rows)
+    return Table([tuple(map(printable, _cells(line))) for line in lines], totals)
 
 
 def _cells(line: Line) -> tuple[str, ...]:
@@ -128,39 +126,6 @@ def count(number: int) -> str:
     return f"{number / 1000**power:,.2f} {'kMGTPE'[power - 1]}" if power else str(number)
 
 
-def as_text(table: Table) -> str:
-    widths = [max(map(len, column)) for column in zip(table.header, *table.cells, strict=True)]
-    lines = []
-    for line in (table.header, ["-" * width for width in widths], *table.cells):
-        cells = zip(line, widths, table.header.values(), strict=True)
-        lines.append("  ".join(f"{cell:{'<>'[side == 'right']}{width}}" for cell, width, side in cells).rstrip())
-    return "\n".join([*lines, "", *table.totals])
-
-
-def as_rich(table: Table) -> Any:
-    """A rich table, whose paths wrap in a narrow terminal instead of being cut."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Group
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    shown = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for name, side in table.header.items():
-        shown.add_column(name, justify=side, no_wrap=side == "right", overflow="fold")  # pyright: ignore[reportArgumentType]
-    for line in table.cells:
-        shown.add_row(*map(Text, line), style="dim" if line[-1].split(",")[0] == table.dim else "bold")
-    return Group(shown, Text(), *map(Text, table.totals))
-
-
-def as_html(table: Table) -> str:
-    head = "".join(f"<th>{name}</th>" for name in table.header)
-    styles = [f'<td style="text-align: {side}">' for side in table.header.values()]
-    rows = [map("{}{}</td>".format, styles, map(html.escape, line)) for line in table.cells]
-    body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    totals = "<br>".join(map(html.escape, table.totals))
-    return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n<p>{totals}</p>"
-
-
 class Report:
     """What prints as a table: plain text, for rich, and in a notebook."""
 
@@ -168,12 +133,36 @@ class Report:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return as_text(self._table())
+        table = self._table()
+        widths = [max(map(len, column)) for column in zip(table.header, *table.cells, strict=True)]
+        lines = []
+        for line in (table.header, ["-" * width for width in widths], *table.cells):
+            cells = zip(line, widths, table.header.values(), strict=True)
+            lines.append("  ".join(f"{cell:{'<>'[side == 'right']}{width}}" for cell, width, side in cells).rstrip())
+        return "\n".join([*lines, "", *table.totals])
 
     __repr__ = __str__
 
     def __rich__(self) -> Any:
-        return as_rich(self._table())
+        """A rich table, whose paths wrap in a narrow terminal instead of being cut."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Group
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = self._table()
+        shown = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        for name, side in table.header.items():
+            shown.add_column(name, justify=side, no_wrap=side == "right", overflow="fold")  # pyright: ignore[reportArgumentType]
+        for line in table.cells:
+            shown.add_row(*map(Text, line), style="dim" if line[-1].split(",")[0] == table.dim else "bold")
+        return Group(shown, Text(), *map(Text, table.totals))
 
     def _repr_html_(self) -> str:
-        return as_html(self._table())
+        table = self._table()
+        head = "".join(f"<th>{name}</th>" for name in table.header)
+        styles = [f'<td style="text-align: {side}">' for side in table.header.values()]
+        rows = [map("{}{}</td>".format, styles, map(html.escape, line)) for line in table.cells]
+        body = "\n".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+        totals = "<br>".join(map(html.escape, table.totals))
+        return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n<p>{totals}</p>"

@@ -11,14 +11,12 @@ from optax_freeze._optimizer.freeze import FreezeState
 from optax_freeze._optimizer.kept_state import OF_SEVERAL_STEPS, refuse_optimizer
 from optax_freeze._spec.row_numbers import rows_named
 from optax_freeze._spec.selector_algebra import as_selector, first_match
-from optax_freeze._spec.tree import PyTree
+from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._state.own_states import states_in, with_rows
 
 
-def refuse_no_functions(rows: Mapping[Any, Callable[..., Any]] | None) -> None:
+def refuse_no_functions(rows: Mapping[Any, Callable[..., Any]]) -> None:
     call = "fz.train_step(loss, tx, rows={pattern: fn})"
-    if rows is None:
-        return
     fix = 'rows={"embed": lambda ids, targets: ids}'
     refuse_no_mapping("rows", rows, "{pattern: function of the batch}", at=call, fix=fix)
     for key, fn in rows.items():
@@ -33,14 +31,14 @@ def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: A
         for inside in states_in(around, FreezeState):
             if inside.plan.kept:
                 refuse_optimizer(inside.plan, inside.plan.kept[0], f"{with_article(type(around).__name__)} around it")
-    plans = [node.plan for node in states_in(state, FreezeState)]
-    leaves = [pair for plan in plans for pair in plan.entries()]
-    kept = [i for i, (_, selection) in enumerate(leaves) if selection.keep_state]
-    keys, numbers = [*rows], {}
+    leaves = [pair for node in states_in(state, FreezeState) for pair in node.plan.entries()]
     ids = [_ids(key, fn(*args, **kwargs)) for key, fn in rows.items()]
-    matches = first_match([as_selector(key, "rows") for key in keys], [leaf for leaf, _ in leaves]) if kept else []
-    for i in kept:
-        n, (leaf, selection) = matches[i], leaves[i]
+    kept: list[tuple[int | None, Leaf, Any]] = []
+    if any(selection.keep_state for _, selection in leaves):
+        matches = first_match([as_selector(key, "rows") for key in rows], [leaf for leaf, _ in leaves])
+        kept = [(n, *pair) for n, pair in zip(matches, leaves, strict=True) if pair[1].keep_state]
+    numbers = {}
+    for n, leaf, selection in kept:
         if n is None:
             continue
         needed = min(ids[n].size, selection.size)
@@ -53,9 +51,9 @@ def with_rows_of(state: PyTree, rows: Mapping[Any, Callable[..., Any]], *args: A
                 fix=f"~fz.rows(jnp.arange({needed}), keep_state=True)",
             )
         numbers[leaf.path] = rows_named(ids[n], selection.size, selection.count)
-    paths = [leaves[i][0].path for i in kept]
-    for n, key in enumerate(keys):
-        if n not in [matches[i] for i in kept]:
+    found, paths = {n for n, *_ in kept}, [leaf.path for _, leaf, _ in kept]
+    for n, key in enumerate(rows):
+        if n not in found:
             raise value_error(
                 "`rows` names no leaf whose rows keep their state",
                 at=str(key),

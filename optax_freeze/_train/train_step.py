@@ -79,7 +79,8 @@ def train_step(
     refuse_no_function(loss, tx, _CALL)
     refuse_several(argnums)
     _refuse_unknown(extra_args)
-    refuse_no_functions(rows)
+    if rows is not None:
+        refuse_no_functions(rows)
     of_params_first = parameters_first(loss, argnums)
     update = as_transformation(tx, _CALL, other=loss).update
     of_groups = update.of_groups if isinstance(update, Update) else None
@@ -137,41 +138,28 @@ def _saying_what_was_passed(params: PyTree, state: PyTree) -> Iterator[None]:
     except ValueError as error:
         if not states_in(params):
             raise
-        raise _other_arguments(swapped=not states_in(state)) from error
+        what, got = "a whole training state as the parameters", "a state of an optimizer in the parameters"
+        fix = "step(state.params, state.opt_state, *args)"
+        if not states_in(state):  # the parameters, or a batch
+            what, got = "the parameters and the state are swapped", "a state of an optimizer as the first argument"
+            fix = "swap the first two arguments"
+        raise value_error(what, at="step", got=got, expected="step(params, state, *args)", fix=fix) from error
 
 
 def _refuse_missing_names(error: Exception, given: Sequence[str], update: Callable[[Sequence[str]], Any]) -> None:
     """Raises if the update that failed succeeds with more extra arguments."""
-    names = _needed(given, update)
-    if names is not None:
-        raise (type_error if isinstance(error, TypeError) else value_error)(
-            "the optimizer takes extra arguments",
-            at="extra_args",
-            got=f"{list(given)}: {in_one_line(error)}",
-            expected="the names of all that its update needs",
-            fix=f"fz.train_step(loss, tx, extra_args={names})",
-        ) from error
-
-
-def _other_arguments(*, swapped: bool) -> ValueError:
-    """The error for the state of an optimizer in the first argument, if the second is the parameters or a batch."""
-    what, got = "a whole training state as the parameters", "a state of an optimizer in the parameters"
-    fix = "step(state.params, state.opt_state, *args)"
-    if swapped:
-        what, got = "the parameters and the state are swapped", "a state of an optimizer as the first argument"
-        fix = "swap the first two arguments"
-    return value_error(what, at="step", got=got, expected="step(params, state, *args)", fix=fix)
-
-
-def _needed(given: Sequence[str], update: Callable[[Sequence[str]], Any]) -> list[str] | None:
-    """The names of the extra arguments with which an update succeeds that failed; None if it does not."""
     if succeeds(lambda: update(given)):  # with other gradients than those that failed
-        return None
+        return
     for kinds in (*itertools.combinations(_KINDS, 1), *itertools.combinations(_KINDS, 2)):
         names = [name for name in _EXTRA_ARGS if name in {*given}.union(*kinds)]
         if len(names) > len({*given}) and succeeds(lambda names=names: update(names)):
-            return names
-    return None
+            raise (type_error if isinstance(error, TypeError) else value_error)(
+                "the optimizer takes extra arguments",
+                at="extra_args",
+                got=f"{list(given)}: {in_one_line(error)}",
+                expected="the names of all that its update needs",
+                fix=f"fz.train_step(loss, tx, extra_args={names})",
+            ) from error
 
 
 def _refuse_dropped(extra_args: Sequence[str], error: Exception) -> None:

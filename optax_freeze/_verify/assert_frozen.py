@@ -97,13 +97,11 @@ def assert_frozen(before: PyTree, after: PyTree, frozen: Spec) -> None:
 
 
 def _refuse_one_set_of_variables(before: PyTree, after: PyTree) -> None:
-    variable = getattr(sys.modules.get("flax.nnx"), "Variable", ())
-
     def variables(tree: PyTree) -> dict[int, Any]:
-        nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, variable))
-        return {id(node): node for node in nodes if isinstance(node, variable)}
+        nodes = filter(_tree.is_variable, jax.tree.leaves(tree, is_leaf=_tree.is_variable))
+        return {id(node): node for node in nodes}
 
-    if variable and variables(before).keys() & variables(after).keys():
+    if "flax.nnx" in sys.modules and variables(before).keys() & variables(after).keys():
         what = "`before` and `after` contain the same NNX variables, so nothing can differ"
         got = "the same module, or an nnx.state of it, whose variables change in place"
         expected = "values from before and after the training"
