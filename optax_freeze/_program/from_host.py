@@ -32,26 +32,19 @@ _MOST_OPERATIONS = 64
 """The most operations that are repeated for each read; of more, the value is computed once."""
 
 
-def evaluate(fun: Callable[[Values], Sequence[Any]], values: Values, reads: list[Any] | None = None) -> list[Any]:
-    """``fun(values)``, a list of arrays, where some of the values may be in host memory or not read yet."""
-    return evaluate_in_part(fun, values, None, reads)
-
-
-def evaluate_in_part(
-    fun: Callable[[Values], Sequence[Any]], values: Values, count: int | None, reads: list[Any] | None = None
+def evaluate(
+    fun: Callable[[Values], Sequence[Any]], values: Values, count: int | None = None, reads: list[Any] | None = None
 ) -> list[Any]:
-    """:func:`evaluate`, of which only ``count`` results have to be read."""
-    keys, arrays = [(number, region) for number, region, _ in values.items()], [x for *_, x in values.items()]
-    arrays = [HostArray(x) if is_on_host(x) else x for x in arrays]
+    """``fun(values)``, a list of arrays, where some of the values may be in host memory or not read yet.
+
+    Args:
+      count: how many of the results have to be read; by default all.
+      reads: where reads of arrays in host memory are noted.
+    """
+    arrays = [HostArray(x) if is_on_host(x) else x for x in values.arrays]
     if not any(isinstance(x, Deferred) for x in arrays):
         return [*fun(values)]
-
-    def of_arrays(*arrays: Any) -> Sequence[Any]:
-        values = Values()
-        for key, array in zip(keys, arrays, strict=True):
-            values.write(*key, array)
-        return fun(values)
-
+    of_arrays = lambda *arrays: fun(values.with_arrays(arrays))  # noqa: E731
     program = flatten(jax.make_jaxpr(of_arrays)(*map(type_of, arrays)))
     evaluation = Evaluation(program, range(len(arrays)), reads=reads)
     found = evaluation.run(arrays)

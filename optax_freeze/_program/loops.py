@@ -97,9 +97,8 @@ def cond(walk: Planner, eqn: Equation, found: Branches, wanted: Sequence[Any]) -
         return False
     regions = [one_region(each, aval.shape) for each, aval in zip(wanted, eqn.avals_out, strict=True)]
     guard = joined_guard(wanted)
-    programs = [walk.body(branch) for branch in found.programs]
     branches = []
-    for program in programs:
+    for program in map(walk.body, found.programs):
         outs = [(value, r, guard) for value, r in zip(program.outputs, regions, strict=True) if r is not None]
         branches.append(walk.inside(program, outs, walk.decide(eqn)))
     reads = []
@@ -258,8 +257,7 @@ class _Segment:
         if self.numbers.count == 1:
             self.carry, self.needed = self.wanted, self._planned(self.wanted)
         else:  # a step computes what the next one needs
-            self.carry, _ = settled(self.wanted, self._planned, _Carried.joined)
-            self.needed = self.carry
+            self.carry = self.needed = settled(self.wanted, self._planned, _Carried.joined)
         self.guard = functools.reduce(operator.or_, [each.guard for each in (*self.carry, *self.outputs)], 0)
         if eqn.has_effects:
             self.guard = ALWAYS
