@@ -96,16 +96,15 @@ class Evaluation:
             others = [eqn for eqn in eqns if inside(eqn) is None and eqn.primitive not in _SLICES]
             lookups = [host_lookup(eqn) is not None for eqn in others]
             inputs[number].is_looked_up = all(lookups) and len(lookups) <= _MOST_LOOKUPS
-        dropped: dict[int, list[int]] = {}
-        for number in {*last}.difference(x for x in self.program.outputs if isinstance(x, int)):
-            dropped.setdefault(id(last[number]), []).append(number)
+        kept = {x for x in self.program.outputs if isinstance(x, int)}
         for eqn in self.program.eqns:
             with eqn.source.scope():
                 outs = self._apply(eqn, [*map(self.value, eqn.inputs)])
             for number, out in zip(eqn.outputs, outs, strict=True):
                 self._write(number, out)
-            for number in dropped.get(id(eqn), ()):
-                del self._values[number]
+            for number in {*eqn.outputs, *eqn.reads} - kept:
+                if last[number] is eqn:
+                    del self._values[number]
         return [self.value(x) if isinstance(x, int) else jnp.asarray(x.val) for x in self.program.outputs]
 
     def run_whole(self, inputs: Sequence[Any]) -> list[Any]:

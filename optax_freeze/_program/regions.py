@@ -1,8 +1,8 @@
 """Regions: which part of a value is wanted.
 
 A region is :data:`EVERYTHING`, :class:`Rows` that are known while a program is traced, or :class:`DynamicRows`, whose
-numbers are values of the program: a plan of a gradient holds their name, which is bound to an array when the plan is
-evaluated. All rows are ascending. A value may be stored in several regions.
+numbers are values of the program; or a name of them, in the plan of a custom derivative: each of its passes binds it to
+an array of its own. All rows are ascending. A value may be stored in several regions.
 """
 
 import functools

@@ -207,9 +207,8 @@ class Schedule(NamedTuple):
     @property
     def read_numbers(self) -> set[int]:
         """The numbers of the values that are read, also as outputs."""
-        return {n for task in self.tasks for n in task.read_numbers} | {
-            x for x, _ in self.outputs if isinstance(x, int)
-        }
+        outputs = {value for value, _ in self.outputs if isinstance(value, int)}
+        return outputs.union(*(task.read_numbers for task in self.tasks))
 
     @property
     def all_tasks(self) -> Iterator[Task]:
@@ -282,14 +281,11 @@ def copied(tasks: Iterable[Task], values: Values, outputs: Iterable[tuple[Any, R
 def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[int] | None) -> None:
     """Evaluates tasks in order; with ``kept``, values that no later task reads are dropped, except these."""
     last = {n: i for i, task in enumerate(tasks) for n in (*task.written_numbers, *task.read_numbers)}
-    dropped: dict[int, list[int]] = {}
-    for number, i in last.items():
-        if kept is not None and number not in kept:
-            dropped.setdefault(i, []).append(number)
     for i, task in enumerate(tasks):
         task.run(context, values)
-        for number in dropped.get(i, ()):
-            values.drop(number)
+        for number in (*task.written_numbers, *task.read_numbers):
+            if kept is not None and number not in kept and last[number] == i:
+                values.drop(number)
 
 
 def _run_if(condition: Any, tasks: Sequence[Task], values: Values, context: Context, outside: Collection[int]) -> Any:
