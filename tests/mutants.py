@@ -457,7 +457,7 @@ _BY_FILE = {
         ("in axes and aval.shape[axes.index(region.axis)] == shape[region.axis]:", "in axes:", "-k broadcast"),
         ('eqn.params["permutation"][region.axis])', 'eqn.params["permutation"].index(region.axis))', "-k transpose"),
         ("[region.along(kept[region.axis])],", "[region.along(region.axis)],", "-k squeeze"),
-        ("            and length > 1\n", "", "-k reshape"),
+        ("length <= 1 or ", "", "-k reshape"),
         ("coarse = np.unique(region.numbers // each)", "coarse = region.numbers // each", "-k reshape"),
         ("repeats = math.prod(new[first : region.axis])", "repeats = math.prod(new[: region.axis])", "-k reshape"),
         ("= Rows(axis, start[axis] + step * region.numbers)", "= Rows(axis, start[axis] + region.numbers)", "-k slice"),
@@ -547,7 +547,7 @@ _BY_FILE = {
     ("_program/tasks.py", "tests/program/test_walk.py"): [
         ("guard & ~largest)", "guard & largest)", "tests/gradient/test_group_gradients.py -k groups_that_train"),
         (
-            "number >= self.program.num_inputs or number in inputs[guard]",
+            "n >= self.program.num_inputs or n in inputs[guard]",
             "True",
             "tests/train/test_train_step.py -k in_place",
         ),
@@ -557,11 +557,7 @@ _BY_FILE = {
             "if own:",
             "tests/gradient/test_group_gradients.py -k of_each_other",
         ),
-        (
-            "kept.update(number for i in postponed for number in self.tasks[i].read_numbers)",
-            "pass",
-            "tests/train/test_train_step.py -k toggles",
-        ),
+        ("kept = {*kept, *(", "kept = {*(", "tests/train/test_train_step.py -k toggles"),
         ("key=lambda guard: -guard.bit_count())", "key=lambda guard: guard.bit_count())", "-k TestGuards"),
         ("if number in kept or read_by.get(number, set()) - {guard}}", "if number in kept}", "-k TestGuards"),
         ("kept if not sets else None)", "None)", "-k dropped"),

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from optax_freeze._program.trace import is_inexact
-from optax_freeze._program.traced_function import as_array
+from optax_freeze._program.traced_function import as_array, filled
 from optax_freeze._spec.sharding import zeros
 from optax_freeze._spec.tree import PyTree
 
@@ -47,10 +47,7 @@ def call_with_backward(
         perturbed = [not isinstance(t, SymbolicZero) and is_inexact(x) for x, t in zip(arrays, tangents, strict=True)]
 
         def value_and_tangents(arrays: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            def of_perturbed(*some: Any) -> list[Any]:
-                left = iter(some)
-                return fun(treedef.unflatten(next(left) if p else x for x, p in zip(arrays, perturbed, strict=True)))
-
+            of_perturbed = lambda *some: fun(treedef.unflatten(filled(arrays, perturbed, some)))  # noqa: E731
             return jax.jvp(of_perturbed, tuple(compress(arrays, perturbed)), tuple(tangents))
 
         try:
@@ -133,12 +130,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, num_known: int, **p
         found = bind(known, [ad.instantiate_zeros(t) for t in tangents[num_known:]])
     is_perturbed = [type(t) is not ad.Zero for t in tangents[:num_known]]
     if any(is_perturbed):
-
-        def of_perturbed(*some: Any) -> list[Any]:
-            left = iter(some)
-            filled = [next(left) if here else x for x, here in zip(known, is_perturbed, strict=True)]
-            return params["of_tangents"](filled, linear)
-
+        of_perturbed = lambda *some: params["of_tangents"](filled(known, is_perturbed, some), linear)  # noqa: E731
         some = tuple(compress(known, is_perturbed)), tuple(compress(tangents, is_perturbed))
         of_known = jax.jvp(of_perturbed, *some)[1]
         found = [b if a is None else a + b for a, b in zip(found, of_known, strict=True)]

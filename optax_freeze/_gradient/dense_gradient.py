@@ -1,13 +1,13 @@
 """The gradient of the trainable parameters: the dense gradient is traced, and only its wanted rows are computed."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from optax_freeze._errors import described, type_error
 from optax_freeze._jax_tracing import needs_value
-from optax_freeze._program.regions import EVERYTHING, Region, Values, names_of, numbers_of, region_of, zero_outside
+from optax_freeze._program.regions import EVERYTHING, Region, Values, region_of, zero_outside
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host, to_device
 from optax_freeze._spec.plan import Plan
@@ -15,7 +15,7 @@ from optax_freeze._spec.selection import FROZEN, RowSelection, Selection
 from optax_freeze._spec.tree import Part, PyTree
 
 if TYPE_CHECKING:
-    from optax_freeze._gradient.gradient_program import GradientProgram
+    from optax_freeze._program.tasks import Schedule
 
 
 class DenseGradient:
@@ -66,11 +66,11 @@ class DenseGradient:
         self.traced, self.inputs = traced, dict(enumerate(map(as_array, arrays)))
         return True
 
-    def program(self, wanted: Sequence[tuple[int, Region, int]]) -> "GradientProgram":
-        """The value, and these regions of the gradients of ``leaves``, by their places, with their guards."""
-        from optax_freeze._gradient.gradient_program import gradient_program
+    def schedule(self, wanted: Sequence[tuple[int, Region, int]]) -> "Schedule":
+        """The tasks for the value, and for these regions of the gradients of ``leaves``: their places and guards."""
+        from optax_freeze._gradient.gradient_program import gradient_schedule
 
-        return gradient_program(self.traced.program, len(self.leaves), wanted)
+        return gradient_schedule(self.traced.program, len(self.leaves), wanted)
 
 
 def refuse_other_aux(result: Any, has_aux: bool) -> None:
@@ -91,14 +91,10 @@ def value_and_grad_of_plan(
     parts = [plan.selections[i] for i in dense.trains]
     if (dense.on_host or any(isinstance(selection, RowSelection) for selection in parts)) and dense.trace():
         from optax_freeze._program.from_host import evaluate
-        from optax_freeze._program.tasks import ALWAYS, Context
+        from optax_freeze._program.tasks import ALWAYS
 
-        names = names_of(parts)
-        each = enumerate(zip(parts, dense.leaves, names, strict=True))
-        program = dense.program([(place, region_of_leaf(*leaf), ALWAYS) for place, leaf in each])
-        context = Context(numbers=numbers_of(names, parts))
-        outs = evaluate(lambda values: program.schedule.run(values, context), Values(dense.inputs))
-        value, grads = dense.traced.result(outs)
+        wanted = [(place, region, ALWAYS) for place, region in enumerate(map(region_of_leaf, parts, dense.leaves))]
+        value, grads = dense.traced.result(evaluate(dense.schedule(wanted).run, Values(dense.inputs)))
         grads = map(as_part, parts, dense.leaves, grads)
     else:
         value, grads = dense.value_and_grad(*jax.tree.map(to_device, (dense.leaves, dense.others)))
@@ -114,9 +110,9 @@ def taken(selection: Selection, grad: Any) -> Any:
     return grad if isinstance(grad, Part) else selection.take(grad)
 
 
-def region_of_leaf(selection: Selection, leaf: Any, name: Hashable) -> Region:
+def region_of_leaf(selection: Selection, leaf: Any) -> Region:
     """The part of the gradient of a leaf that is computed; of a leaf that is a ``Part`` all of it."""
-    return EVERYTHING if isinstance(leaf, Part) else region_of(selection, name)
+    return EVERYTHING if isinstance(leaf, Part) else region_of(selection)
 
 
 def as_part(selection: Selection, leaf: Any, grad: Any) -> Any:

@@ -16,7 +16,7 @@ from optax_freeze._gradient.dense_gradient import refuse_other_aux, region_of_le
 from optax_freeze._gradient.explanation import GradientExplanation, LeafExplanation, Operation
 from optax_freeze._gradient.grad import refuse_no_function
 from optax_freeze._jax_tracing import needs_value
-from optax_freeze._program.regions import EVERYTHING, Values, numbers_of
+from optax_freeze._program.regions import EVERYTHING, Values
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.plan import Plan
@@ -91,13 +91,13 @@ def explain(
     from optax_freeze._program.walk import schedule
 
     program, trains, inputs, _ = traced
-    regions = [region_of_leaf(plan.selections[i], values[i], i) for i in trains]
+    regions = [region_of_leaf(plan.selections[i], values[i]) for i in trains]
     regions += [EVERYTHING] * (len(program.outputs) - len(trains))
     wanted = zip(program.outputs, regions, [ALWAYS] * len(regions), strict=True)
     tasks = schedule(program, [*wanted])
     of_gradient = [_of_gradient(tasks, traced, paths[i], i, selection) for i, selection in in_rows.items()]
     frozen = [n for n, i in enumerate(inputs) if on_host and (i in on_host or plan.selections[i] is FROZEN)]
-    reads = _reads(tasks, traced, plan, frozen) if frozen else []
+    reads = _reads(tasks, traced, frozen) if frozen else []
     of_reads = [_of_reads(reads, paths[inputs[n]], n, inputs[n] in on_host) for n in frozen]
     return GradientExplanation(tuple(of_gradient), tuple(filter(None, of_reads)))
 
@@ -121,7 +121,7 @@ def _traced(
     fun: Callable[..., Any], plan: Plan, params: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], has_aux: bool
 ) -> _Traced | None:
     """The gradient of all outputs of a function, traced with shapes; None if Python needs a value."""
-    from optax_freeze._program.traced_function import Traced, as_argument, as_traced
+    from optax_freeze._program.traced_function import Traced, as_argument, as_traced, filled
 
     values = _tree.flatten(params)[0]
     trains = [i for i, leaf in enumerate(plan.leaves) if plan.selections[i] is not FROZEN and leaf.inexact]
@@ -132,14 +132,12 @@ def _traced(
     abstract += [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in everything[len(of_leaf) :]]
 
     def gradient(*arrays: Any) -> Any:
-        left = iter(arrays)
-        leaves = [next(left) if here else leaf for leaf, here in zip(everything, abstract, strict=True)]
-        params, args, kwargs = jax.tree.unflatten(treedef, leaves)
+        params, args, kwargs = jax.tree.unflatten(treedef, filled(everything, abstract, arrays))
         values, params_treedef = _tree.flatten(params)
 
         def outs(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            filled = dict(zip(trains, leaves, strict=True))
-            tree = jax.tree.unflatten(params_treedef, [filled.get(i, x) for i, x in enumerate(values)])
+            given = dict(zip(trains, leaves, strict=True))
+            tree = jax.tree.unflatten(params_treedef, [given.get(i, x) for i, x in enumerate(values)])
             out = fun(tree, *args, **kwargs)
             if has_aux:
                 refuse_other_aux(out, has_aux)
@@ -170,18 +168,16 @@ def _of_gradient(tasks: "Schedule", traced: _Traced, path: str, i: int, selectio
     return LeafExplanation(path, rows, everything, selection.size, selection.count, whole=whole)
 
 
-def _reads(tasks: "Schedule", traced: _Traced, plan: Plan, frozen: Sequence[int]) -> list[tuple[int, "Equation", bool]]:
+def _reads(tasks: "Schedule", traced: _Traced, frozen: Sequence[int]) -> list[tuple[int, "Equation", bool]]:
     """The reads of some inputs as if they were in host memory: the input, the operation, and whether rows are read."""
     from optax_freeze._program.from_host import evaluate
     from optax_freeze._program.host_array import HostArray
-    from optax_freeze._program.tasks import Context
 
     reads: list[Any] = []
-    context = Context(numbers=numbers_of(traced.trains, [plan.selections[i] for i in traced.trains]))
 
     def run(*arrays: Any) -> list[Any]:
         values = {n: HostArray(x, name=n) if n in frozen else x for n, x in enumerate(arrays)}
-        return evaluate(lambda values: tasks.run(values, context), Values(values), reads)
+        return evaluate(tasks.run, Values(values), reads=reads)
 
     eval_types(run, *traced.types)
     return reads

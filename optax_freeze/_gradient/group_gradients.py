@@ -15,10 +15,9 @@ from jax.core import Tracer
 
 from optax_freeze._errors import is_concrete, value_error
 from optax_freeze._gradient.dense_gradient import DenseGradient, as_part, region_of_leaf, value_and_grad_of_plan
-from optax_freeze._program.regions import Values, names_of, numbers_of
+from optax_freeze._program.regions import Values
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.group_spec import GroupSpec, zeroed
-from optax_freeze._spec.memory_kinds import is_on_host
 from optax_freeze._spec.resolve import make_plan
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DynamicRowIndex, Selection
 from optax_freeze._spec.tree import MASKED_NODE, Leaf, Part, PyTree
@@ -36,62 +35,52 @@ class GradientOfGroups:
     """
 
     def __init__(self, dense: DenseGradient, spec: GroupSpec) -> None:
-        from optax_freeze._program.from_host import evaluate_in_part
-        from optax_freeze._program.host_array import HostArray
-        from optax_freeze._program.tasks import ALWAYS, Context, new_guards, read_all  # loads jax.extend: slow
+        from optax_freeze._program.from_host import evaluate  # loads jax.extend: slow
+        from optax_freeze._program.tasks import ALWAYS, Context, new_guards, read_all
 
         self._dense, self._spec = dense, spec
         self._owners = [*new_guards(len(spec.names)), ALWAYS]
         place_of = {i: place for place, i in enumerate(dense.trains)}
         owned = {(n, i): its for n, own in enumerate(spec.owned) for i, its in own.items()}
-        names = names_of(owned.values())
-        wanted = [
-            (place_of[i], region_of_leaf(its, dense.values[i], name), self._owners[n])
-            for name, ((n, i), its) in zip(names, owned.items(), strict=True)
-        ]
-        program = dense.program(wanted)
-        self._schedule, left = program.schedule, iter(program.gradients)
-        self._grads = [[*itertools.islice(left, len(own))] for own in spec.owned]
+        wanted = [(place_of[i], region_of_leaf(its, dense.values[i]), self._owners[n]) for (n, i), its in owned.items()]
+        schedule = dense.schedule(wanted)
+        outs = len(schedule.outputs) - len(wanted)
+        left = iter(schedule.outputs[outs:])
         self._trains = [~jnp.asarray(each) for each in spec.frozen]
-        conditions = dict(zip(self._owners, self._trains, strict=False))
-        self._context = Context(conditions, numbers=numbers_of(names, owned.values()))
+        self._context = Context(dict(zip(self._owners, self._trains, strict=False)))
         numbers = [{place_of[i] for i in own} for own in spec.owned]
-        self._postponed = self._schedule.postponable(dict(zip(self._owners[:-1], numbers, strict=False)))
-        postponed = {i for each in self._postponed.values() for i in each}
+        first, postponed = schedule.postponed(dict(zip(self._owners[:-1], numbers, strict=False)))
+        self._of_groups = [
+            schedule._replace(tasks=postponed.get(guard, ()), outputs=[*itertools.islice(left, len(own))])
+            for guard, own in zip(self._owners, spec.owned, strict=True)
+        ]
+        kept = set[int]().union(*(each.read_numbers for each in self._of_groups))
         after: dict[int, Any] = {}
-        keys: list[tuple[int, Any]] = []
+        stored: list[Values] = []
 
         def run(values: Values) -> list[Any]:
-            after.update(self._schedule.run_except(postponed, values, self._context))
-            outs = read_all(self._schedule.outputs[: program.outs], values, self._context, self._schedule.program)
-            keys.extend((number, region) for number, region, _ in values.items())
-            return [*outs, *after.values(), *(x for *_, x in values.items())]
+            after.update(first.run_tasks(values, self._context, kept))
+            found = read_all(schedule.outputs[:outs], values, self._context, schedule.program)
+            stored.append(values)
+            return [*found, *after.values(), *values.arrays]
 
-        inputs = {n: HostArray(x) if is_on_host(x) else x for n, x in dense.inputs.items()}
-        found = evaluate_in_part(run, Values(inputs), program.outs)
-        outs, found = found[: program.outs], found[program.outs :]
-        after = dict(zip(after, found, strict=False))
-        self._values = Values()
-        for key, x in zip(keys, found[len(after) :], strict=True):
-            self._values.write(*key, x)
+        found = evaluate(run, Values(dense.inputs), outs)
+        self.value = dense.traced.result([*found[:outs], *[None] * len(dense.leaves)])[0]
+        after = dict(zip(after, found[outs:], strict=False))
+        self._values = stored[0].with_arrays(found[outs + len(after) :])
         self.frozen = [
             functools.reduce(jnp.logical_or, (after[number] for number in own if number in after), is_frozen)
             for is_frozen, own in zip([*spec.frozen, False], numbers, strict=True)
         ]
-        self.value = dense.traced.result([*outs, *[None] * len(dense.leaves)])[0]
 
     def of_group(self, n: int) -> dict[int, Any]:
         """The gradient of what a group owns of its leaves, computed here; the rest has the number after the last."""
         from optax_freeze._program.from_host import evaluate
+        from optax_freeze._program.tasks import copied
 
-        guard, found = self._owners[n], {}
-        postponed = self._postponed.get(guard, ())
-        read = self._schedule.read_by(postponed, self._grads[n], self._values)
-
-        def run(values: Values) -> list[Any]:
-            return self._schedule.run_postponed(postponed, self._grads[n], guard, values, self._context)
-
-        grads = evaluate(run, read)
+        schedule, context, found = self._of_groups[n], self._context.inside(self._owners[n]), {}
+        values = copied(schedule.tasks, self._values, schedule.outputs)
+        grads = evaluate(lambda values: schedule.run(values, context), values)
         for (i, selection), grad in zip(self._spec.owned[n].items(), grads, strict=True):
             leaf = self._dense.values[i]
             grad = jax.tree.unflatten(jax.tree.structure(leaf), [grad])

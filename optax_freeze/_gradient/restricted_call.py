@@ -15,18 +15,18 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from optax_freeze._gradient.custom_derivative import NoReverseModeError, call_with_backward
-from optax_freeze._gradient.gradient_program import GradientProgram, gradient_program
+from optax_freeze._gradient.gradient_program import divided, gradient_schedule
 from optax_freeze._gradient.leaf_in_rows import CompleteLeaf, DeferredLeaf, LeafInRows, types_of
 from optax_freeze._jax_internals import ClosedJaxpr, evaluate_program, inside
 from optax_freeze._jax_tracing import lacks_reverse_mode, needs_value
 from optax_freeze._program.chain import Chain, Recipes
-from optax_freeze._program.from_host import evaluate, evaluate_in_part
+from optax_freeze._program.from_host import evaluate
 from optax_freeze._program.host_array import HostArray
 from optax_freeze._program.operations import Cost, is_cheap, rule_of
-from optax_freeze._program.regions import EVERYTHING, Values, names_of, numbers_of, region_of, zero_outside
-from optax_freeze._program.tasks import ALWAYS, Context
+from optax_freeze._program.regions import EVERYTHING, Region, Values, names_of, numbers_of, region_of, zero_outside
+from optax_freeze._program.tasks import ALWAYS, Context, Schedule
 from optax_freeze._program.trace import Equation, is_inexact
-from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced
+from optax_freeze._program.traced_function import Traced, as_argument, as_array, as_traced, filled
 from optax_freeze._program.walk import schedule
 from optax_freeze._spec.memory_kinds import is_on_host, to_device, to_memory_of
 from optax_freeze._spec.partition import assemble, put_part
@@ -84,15 +84,14 @@ class _Inputs(NamedTuple):
 
 
 @jax.tree_util.register_static
-class _Backward(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Backward:
     """What the backward pass evaluates, and for which of the inputs."""
 
-    gradient: GradientProgram
+    schedule: Schedule
     perturbed: _Inputs
-    recipes: Recipes  # of what the forward pass stores
-
-    def __hash__(self) -> int:
-        return hash(self.gradient)
+    stored: Sequence[tuple[int, Region]]  # what it reads that the forward pass computes
+    recipes: Recipes  # of these
 
 
 class _Call:
@@ -149,25 +148,25 @@ class _Call:
 
     def forward(self, inputs: _Inputs, perturbed: _Inputs) -> tuple[list[Any], Any]:
         """The outputs, and what the backward pass reads beside the inputs."""
-        gradient, context = self._gradient(perturbed, inputs.others), self._context(inputs)
+        outs, context = len(self.program.outputs), self._context(inputs)
+        forward, backward = self._gradient(perturbed, inputs.others)
         given = [*self.given(inputs), *inputs.others]
-        values = Values(dict(enumerate(given)))
-        found = evaluate_in_part(lambda values: gradient.forward(values, context), values, gradient.outs)
+        found = evaluate(lambda values: forward.run(values, context), Values(dict(enumerate(given))), outs)
         # An array of the device that was computed anyway is stored; what only loops read is computed again.
-        stored = [x.computed if isinstance(x, Chain) and x.computed is not None else x for x in found[gradient.outs :]]
+        stored = [x.computed if isinstance(x, Chain) and x.computed is not None else x for x in found[outs:]]
         recipes = Recipes(stored, given, arrays := [])
-        return found[: gradient.outs], (_Backward(gradient, perturbed, recipes), arrays)
+        return found[:outs], (_Backward(backward, perturbed, forward.outputs[outs:], recipes), arrays)
 
     def backward(self, inputs: _Inputs, residuals: Any, cotangents: Sequence[Any]) -> _Inputs:
         """The cotangents of the perturbed inputs, given those of the outputs."""
-        (gradient, perturbed, recipes), arrays = residuals
+        of, arrays = residuals
         context, given = self._context(inputs), [*self.given(inputs, True), *inputs.others]
         values = Values(dict(enumerate([*given, *cotangents])))
-        for (number, region), stored in zip(gradient.stored, recipes(given, arrays), strict=True):
+        for (number, region), stored in zip(of.stored, of.recipes(given, arrays), strict=True):
             values.write(number, context.bound(region), stored)
-        grads = iter(evaluate(lambda values: gradient.backward(values, context), values))
+        grads = iter(evaluate(lambda values: of.schedule.run(values, context), values))
         found = _Inputs([], [], [[None] * len(each) for each in inputs.numbers], [])
-        marks = zip(self.leaves, perturbed.rows, perturbed.arrays, inputs.numbers, inputs.arrays, strict=True)
+        marks = zip(self.leaves, of.perturbed.rows, of.perturbed.arrays, inputs.numbers, inputs.arrays, strict=True)
         for leaf, in_rows, in_array, numbers, given in marks:
             grad = next(grads) if in_rows or in_array else None
             rows, array = grad, None
@@ -182,15 +181,15 @@ class _Call:
                 rows = zero_outside(leaf.with_numbers(numbers), grad)
             found.rows.append(rows if in_rows else None)
             found.arrays.append(array if array is None else to_memory_of(given, array))
-        found.others.extend(next(grads) if here else None for here in perturbed.others)
+        found.others.extend(next(grads) if here else None for here in of.perturbed.others)
         return found
 
     def _context(self, inputs: _Inputs) -> Context:
         each = zip(self.leaves, inputs.numbers, strict=True)
         return Context(numbers=numbers_of(self.names, (x and x.with_numbers(numbers) for x, numbers in each)))
 
-    def _gradient(self, perturbed: _Inputs, others: Sequence[Any]) -> GradientProgram:
-        """Traces the outputs and the gradients with respect to what is perturbed.
+    def _gradient(self, perturbed: _Inputs, others: Sequence[Any]) -> tuple[Schedule, Schedule]:
+        """Traces the outputs, and the gradients with respect to what is perturbed.
 
         Raises ``UnexpectedTracerError`` if a custom derivative holds tracers, which no program can have as arguments.
         """
@@ -204,11 +203,9 @@ class _Call:
             arrays, cotangents = given[: len(marks)], given[len(marks) :]
 
             def of_perturbed(some: Sequence[Any]) -> Any:
-                left = iter(some)
-                filled = [next(left) if here else x for x, here in zip(arrays, marks, strict=True)]
-                others = iter(filled[len(of_leaf) :])
-                consts = [next(others) if here else const for const, here in zip(closed.consts, is_tracer, strict=True)]
-                outs = evaluate_program(ClosedJaxpr(closed.jaxpr, consts), *filled[: len(of_leaf)])
+                inputs = filled(arrays, marks, some)
+                consts = filled(closed.consts, is_tracer, inputs[len(of_leaf) :])
+                outs = evaluate_program(ClosedJaxpr(closed.jaxpr, consts), *inputs[: len(of_leaf)])
                 return list(compress(outs, is_out_inexact)), outs
 
             _, vjp, outs = jax.vjp(of_perturbed, list(compress(arrays, marks)), has_aux=True)
@@ -231,4 +228,5 @@ class _Call:
         regions += [EVERYTHING for here in perturbed.others if here]
         of_cotangents = range(len(of_leaf) + len(others), traced.program.num_inputs)
         wanted = [(place, region, ALWAYS) for place, region in enumerate(regions)]
-        return gradient_program(traced.program, len(wanted), wanted, of_cotangents)
+        whole = gradient_schedule(traced.program, len(wanted), wanted)
+        return divided(whole, len(self.program.outputs), of_cotangents)

@@ -218,7 +218,7 @@ class _Analysis:
         """Where the examples are in the values that a loop carries, the same at each step, and in its other results."""
         step = lambda carry: self.inside(body, [*consts, *carry, *xs])  # noqa: E731
         is_same = lambda new, old: [x.at for x in new] == [x.at for x in old]  # noqa: E731
-        carry, _ = settled(carry, step, _Value.joined, is_same)
+        carry = settled(carry, step, _Value.joined, is_same)
         carry = [_Value(x.at) for x in carry]  # whether the first value is the same says nothing of later ones
         return carry, step(carry)[len(carry) :]
 

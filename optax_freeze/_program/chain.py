@@ -6,21 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from optax_freeze._jax_internals import Branches, inside
 from optax_freeze._program.deferred import Deferred, Level, Reader, part_of, type_of
-from optax_freeze._program.operations import Computation, computation, is_cheap
-from optax_freeze._program.regions import (
-    EVERYTHING,
-    DynamicRows,
-    Numbers,
-    Region,
-    Rows,
-    clipped,
-    is_whole,
-    without_elements,
-)
+from optax_freeze._program.operations import Computation, computation, from_rows, is_cheap
+from optax_freeze._program.regions import EVERYTHING, DynamicRows, Numbers, Region, clipped, without_elements
 from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._program.trace import Equation, Program, flatten
 
@@ -74,18 +64,11 @@ class Chain(Deferred):
     @if_undecided(None)
     def _computation(self, region: Region) -> Computation | None:
         """How a region is computed from regions of the operands; all of it, too, if these are not whole."""
-        regions: list[Region | None] = [None] * len(self.eqn.outputs)
-        if region is not EVERYTHING:
-            regions[self.place] = region
-            return computation(self.eqn, regions)
-        sizes = self.shape if is_cheap(self.eqn) and all(isinstance(size, int) for size in self.shape) else ()
-        for axis, size in enumerate(sizes):
-            regions[self.place] = Rows(axis, np.arange(size))
-            found = computation(self.eqn, regions)
-            reads = zip(self.operands, found.regions, self.eqn.avals_in, strict=True) if found else ()
-            if any(isinstance(x, Deferred) and r is not None and not is_whole(r, aval.shape) for x, r, aval in reads):
-                return found
-        return None
+        if region is EVERYTHING:
+            is_open = is_cheap(self.eqn) and all(isinstance(size, int) for size in self.shape)
+            cut = [isinstance(x, Deferred) for x in self.operands]
+            return from_rows(self.eqn, self.place, cut) if is_open else None
+        return computation(self.eqn, [region if i == self.place else None for i in range(len(self.eqn.outputs))])
 
     @functools.cached_property
     def _sliced(self) -> int:

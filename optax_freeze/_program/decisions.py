@@ -28,14 +28,14 @@ def decisive(program: Program, results: Collection[Any] = ()) -> set[int]:
 
 def results_that_decide(loop: Loop, marks: Sequence[bool]) -> list[bool]:
     """Which results of a step of a loop decide, in later steps, too."""
-    return [*_DECIDING.across_steps(loop, marks)[0], *marks[loop.carried :]]  # type: ignore[list-item]
+    return [*_DECIDING.across_steps(loop, marks)[0], *marks[loop.carried :]]
 
 
-def _operands_that_decide(eqn: Equation, marks: Sequence[int]) -> list[bool]:
+def _operands_that_decide(eqn: Equation, marks: Sequence[bool]) -> list[bool]:
     return [decides(eqn) or (any(marks) and is_cheap(eqn))] * len(eqn.inputs)
 
 
-def _inputs_that_decide(program: Program, marks: Sequence[int]) -> list[bool]:
+def _inputs_that_decide(program: Program, marks: Sequence[bool]) -> list[bool]:
     found = decisive(program, [value for value, mark in zip(program.outputs, marks, strict=True) if mark])
     return [number in found for number in range(program.num_inputs)]
 

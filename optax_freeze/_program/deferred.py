@@ -21,21 +21,13 @@ class Level:
 
 
 class Outer(Protocol):
-    """The evaluation of a program, as far as an operation that has programs of its own knows it."""
+    """What an operation that has programs of its own needs of the evaluation of the program that it is in."""
 
     level: Level
 
-    def operand(self, x: Any) -> Any:
-        """A value, or how it is computed again, for operations that are repeated where their results are read."""
-        ...
-
-    def is_repeated(self, x: Any) -> bool:
-        """Whether operations that are repeated where their results are read may read a value."""
-        ...
-
-    def decide(self, eqn: Equation) -> list[bool]:
-        """Which results of an operation decide."""
-        ...
+    def operand(self, x: Any) -> Any: ...
+    def is_repeated(self, x: Any) -> bool: ...
+    def decide(self, eqn: Equation) -> list[bool]: ...
 
 
 class Reader(NamedTuple):

@@ -3,9 +3,8 @@
 All results of an operation that is not understood depend on each of its operands, and so do reads of a reference.
 """
 
-import functools
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,27 +13,18 @@ from optax_freeze._jax_internals import Loop, closed, inside
 from optax_freeze._program.operations import computation, is_cheap
 from optax_freeze._program.propagation import ENTERED, Propagation
 from optax_freeze._program.regions import EVERYTHING, Region, Rows
-from optax_freeze._program.tasks import Task
 from optax_freeze._program.trace import Equation, Program, flatten
 
 
 def dependent(program: Program, marked: Iterable[int]) -> set[int]:
     """The values that depend on marked ones, or on side effects."""
-    return {*reached(program, dict.fromkeys(marked, 1))}
-
-
-def reached(program: Program, marks: Mapping[int, int]) -> dict[int, int]:
-    """The values that depend on marked ones, or on side effects, with the marks that reach them.
-
-    A mark is an int whose bits stand for sources; a value has the bits of all that it depends on.
-    """
-    found, every = dict(marks), functools.reduce(operator.or_, marks.values(), 1)
+    found = set(marked)
     for eqn in program.eqns:
-        given = [found.get(value, 0) if isinstance(value, int) else 0 for value in eqn.inputs]
+        given = [isinstance(value, int) and value in found for value in eqn.inputs]
         if any(given) or eqn.has_effects:
             is_unknown = eqn.has_effects and not isinstance(inside(eqn), ENTERED)
-            new = [every] * len(eqn.outputs) if is_unknown else _REACHING.across(eqn, given)
-            found.update((n, found.get(n, 0) | mark) for n, mark in zip(eqn.outputs, new, strict=True) if mark)
+            marks = [True] * len(eqn.outputs) if is_unknown else _REACHING.across(eqn, given)
+            found.update(compress(eqn.outputs, marks))
     return found
 
 
@@ -46,20 +36,19 @@ def depends_on(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     >>> depends_on(jaxpr, [True, False])
     [True, True, False]
     """
-    return [bool(mark) for mark in _of_outputs(flatten(closed(jaxpr)), [int(mark) for mark in inputs])]
+    return _outputs_that_depend(flatten(closed(jaxpr)), inputs)
 
 
-def _of_outputs(program: Program, marks: Sequence[int]) -> list[int]:
-    """The marks of the outputs of a program, given those of its inputs."""
-    found = reached(program, {n: mark for n, mark in enumerate(marks) if mark})
-    return [found.get(value, 0) if isinstance(value, int) else 0 for value in program.outputs]
+def _outputs_that_depend(program: Program, marks: Sequence[bool]) -> list[bool]:
+    found = dependent(program, compress(range(program.num_inputs), marks))
+    return [isinstance(value, int) and value in found for value in program.outputs]
 
 
-def _joined(eqn: Equation, marks: Sequence[int]) -> list[int]:
-    return [functools.reduce(operator.or_, marks)] * len(eqn.outputs)
+def _results_that_depend(eqn: Equation, marks: Sequence[bool]) -> list[bool]:
+    return [any(marks)] * len(eqn.outputs)
 
 
-_REACHING = Propagation(_joined, _of_outputs, is_backward=False, found=WeakKeyDictionary())
+_REACHING = Propagation(_results_that_depend, _outputs_that_depend, is_backward=False, found=WeakKeyDictionary())
 
 
 class Known(NamedTuple):
@@ -117,21 +106,3 @@ def known_in_part(
             rows = (are_rows_known((value, Rows(0, [k])) for value in stacked) for k in numbers)
             steps[eqn.outputs[0]] = next((n for n, known in enumerate(rows) if not known), length)
     return Known(steps, partly)
-
-
-def divided(
-    tasks: Iterable[Task], marked: Iterable[int], later: Iterable[Any]
-) -> tuple[list[Task], list[Task], list[tuple[int, Region]]]:
-    """The tasks that do not depend on marked values, those that do, and what these, and ``later`` reads, need of them.
-
-    ``later``: values, of which literals are ignored.
-    """
-    first, second, found = [], [], set(marked)
-    for task in tasks:
-        depends = not found.isdisjoint(task.read_numbers)
-        found.update(task.written_numbers if depends else ())
-        (second if depends else first).append(task)
-    needed = {number for task in second for number in task.read_numbers}
-    needed |= {value for value in later if isinstance(value, int)}
-    keys = [write for task in first for write in task.writes if write is not None]
-    return first, second, [key for key in keys if key[0] in needed]

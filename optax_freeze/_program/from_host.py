@@ -32,26 +32,19 @@ _MOST_OPERATIONS = 64
 """The most operations that are repeated for each read; of more, the value is computed once."""
 
 
-def evaluate(fun: Callable[[Values], Sequence[Any]], values: Values, reads: list[Any] | None = None) -> list[Any]:
-    """``fun(values)``, a list of arrays, where some of the values may be in host memory or not read yet."""
-    return evaluate_in_part(fun, values, None, reads)
-
-
-def evaluate_in_part(
-    fun: Callable[[Values], Sequence[Any]], values: Values, count: int | None, reads: list[Any] | None = None
+def evaluate(
+    fun: Callable[[Values], Sequence[Any]], values: Values, count: int | None = None, reads: list[Any] | None = None
 ) -> list[Any]:
-    """:func:`evaluate`, of which only ``count`` results have to be read."""
-    keys, arrays = [(number, region) for number, region, _ in values.items()], [x for *_, x in values.items()]
-    arrays = [HostArray(x) if is_on_host(x) else x for x in arrays]
+    """``fun(values)``, a list of arrays, where some of the values may be in host memory or not read yet.
+
+    Args:
+      count: how many of the results have to be read; by default all.
+      reads: where reads of arrays in host memory are noted.
+    """
+    arrays = [HostArray(x) if is_on_host(x) else x for x in values.arrays]
     if not any(isinstance(x, Deferred) for x in arrays):
         return [*fun(values)]
-
-    def of_arrays(*arrays: Any) -> Sequence[Any]:
-        values = Values()
-        for key, array in zip(keys, arrays, strict=True):
-            values.write(*key, array)
-        return fun(values)
-
+    of_arrays = lambda *arrays: fun(values.with_arrays(arrays))  # noqa: E731
     program = flatten(jax.make_jaxpr(of_arrays)(*map(type_of, arrays)))
     evaluation = Evaluation(program, range(len(arrays)), reads=reads)
     found = evaluation.run(arrays)
@@ -103,16 +96,15 @@ class Evaluation:
             others = [eqn for eqn in eqns if inside(eqn) is None and eqn.primitive not in _SLICES]
             lookups = [host_lookup(eqn) is not None for eqn in others]
             inputs[number].is_looked_up = all(lookups) and len(lookups) <= _MOST_LOOKUPS
-        dropped: dict[int, list[int]] = {}
-        for number in {*last}.difference(x for x in self.program.outputs if isinstance(x, int)):
-            dropped.setdefault(id(last[number]), []).append(number)
+        kept = {x for x in self.program.outputs if isinstance(x, int)}
         for eqn in self.program.eqns:
             with eqn.source.scope():
                 outs = self._apply(eqn, [*map(self.value, eqn.inputs)])
             for number, out in zip(eqn.outputs, outs, strict=True):
                 self._write(number, out)
-            for number in dropped.get(id(eqn), ()):
-                del self._values[number]
+            for number in {*eqn.outputs, *eqn.reads} - kept:
+                if last[number] is eqn:
+                    del self._values[number]
         return [self.value(x) if isinstance(x, int) else jnp.asarray(x.val) for x in self.program.outputs]
 
     def run_whole(self, inputs: Sequence[Any]) -> list[Any]:

@@ -6,7 +6,6 @@ Its inputs are read by index, since a slice is a copy. What is wanted of the car
 
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -97,9 +96,8 @@ def cond(walk: Planner, eqn: Equation, found: Branches, wanted: Sequence[Any]) -
         return False
     regions = [one_region(each, aval.shape) for each, aval in zip(wanted, eqn.avals_out, strict=True)]
     guard = joined_guard(wanted)
-    programs = [walk.body(branch) for branch in found.programs]
     branches = []
-    for program in programs:
+    for program in map(walk.body, found.programs):
         outs = [(value, r, guard) for value, r in zip(program.outputs, regions, strict=True) if r is not None]
         branches.append(walk.inside(program, outs, walk.decide(eqn)))
     reads = []
@@ -168,25 +166,20 @@ class _PartOfLoop:
 
     def add(self, wanted: Sequence[Any]) -> None:
         """Adds the tasks, given what is wanted of the results."""
-        carry = [
-            _Carried.of(each, aval.shape)
-            for each, aval in zip(wanted[: self.carried], self.eqn.avals_out, strict=False)
-        ]
+        eqn = self.eqn
+        carry = [_Carried.of(w, aval.shape) for w, aval in zip(wanted, eqn.avals_out[: self.carried], strict=False)]
         segments = self._segments()
         if len(segments) > _MOST_SEGMENTS:
             self.outputs = list(map(_hull, self.outputs))
             segments = self._segments()
         segments = segments[::-1] if self.reverse else segments
-        numbers = {o: self.eqn.outputs[self.carried + o.place] for o in self.outputs}
-        ends: Sequence[Any] = self.eqn.outputs[: self.carried]
+        numbers = {o: eqn.outputs[self.carried + o.place] for o in self.outputs}
+        ends: Sequence[Any] = eqn.outputs[: self.carried]
+        avals = eqn.avals_in[self.consts : self.stacked]
         for n, segment in reversed(list(enumerate(segments))):
-            if not segment.outputs and not any(each.region for each in carry) and not self.eqn.has_effects:
+            if not segment.outputs and not any(each.region for each in carry) and not eqn.has_effects:
                 continue
-            avals = self.eqn.avals_in[self.consts : self.consts + self.carried]
-            results = zip(avals, self.eqn.outputs, strict=False)
-            starts = (
-                self.eqn.inputs[self.consts :] if n == 0 else list(itertools.starmap(self.walk.program.add, results))
-            )
+            starts = eqn.inputs[self.consts :] if n == 0 else [*map(self.walk.program.add, avals, eqn.outputs)]
             earlier = {o for other in segments[:n] for o in other.outputs}
             before = {o: self.walk.program.add(*self._result(o)) for o in segment.outputs if o in earlier}
             part = _Segment(self, segment, starts, ends, dict(numbers), before, carry)
@@ -258,8 +251,7 @@ class _Segment:
         if self.numbers.count == 1:
             self.carry, self.needed = self.wanted, self._planned(self.wanted)
         else:  # a step computes what the next one needs
-            self.carry, _ = settled(self.wanted, self._planned, _Carried.joined)
-            self.needed = self.carry
+            self.carry = self.needed = settled(self.wanted, self._planned, _Carried.joined)
         self.guard = functools.reduce(operator.or_, [each.guard for each in (*self.carry, *self.outputs)], 0)
         if eqn.has_effects:
             self.guard = ALWAYS
@@ -306,11 +298,8 @@ class _Segment:
     def _planned(self, carry: Sequence[_Carried]) -> list[_Carried]:
         """Plans a step that computes this of the carry; returns what it needs of it."""
         loop = self.loop
-        wanted = [
-            (x, each.region, each.guard)
-            for x, each in zip(loop.body.outputs, carry, strict=False)
-            if each.region is not None
-        ]
+        pairs = zip(loop.body.outputs, carry, strict=False)
+        wanted = [(x, each.region, each.guard) for x, each in pairs if each.region is not None]
         stacked = loop.body.outputs[loop.carried :]
         wanted += [(stacked[o.place], o.region, self.conditions.get(o, o.guard)) for o in self.outputs]
         self.body = loop.walk.inside(loop.body, wanted, loop.marks)
@@ -331,9 +320,8 @@ class _Segment:
             is_placed = place < last or isinstance(x, tuple)
             (carried if first <= place < last else given).append((place, read, x if is_placed else (x, start)))
         previous = dict(zip(self.before, operands[len(self.reads) :], strict=True))
-        goes_on = [
-            o for o in self.outputs if self.after[o] not in self.loop.eqn.outputs
-        ]  # later segments write it, too
+        # Those that later segments write, too.
+        goes_on = [o for o in self.outputs if self.after[o] not in self.loop.eqn.outputs]
         buffered = [o for o in self.outputs if o in self.before or o in self.conditions or o in goes_on]
         stacked = [o for o in self.outputs if o not in buffered]
         numbers = {o: context.bound(o.written).unclamped for o in self.conditions}  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from optax_freeze._jax_internals import is_known_primitive
-from optax_freeze._program.regions import EVERYTHING, Region, Rows, clipped
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, clipped, is_whole
 from optax_freeze._program.symbolic import if_undecided
 from optax_freeze._program.trace import Equation, is_inexact, is_reference
 from optax_freeze._spec.indexing import of_each_row
@@ -161,6 +161,17 @@ _NO_RULE = Rule(lambda *_: None, Cost.OTHER, frozenset(), decides=True)
 def computation(eqn: Equation, regions: Sequence[Region | None]) -> Computation | None:
     """How an operation computes these regions of its results; None if only everything can be computed."""
     return rule_of(eqn).of(eqn, regions)
+
+
+def from_rows(eqn: Equation, place: int, cut: Sequence[bool]) -> Computation | None:
+    """How all of a result is computed from some rows of one of the marked operands; None if it is not."""
+    for axis, size in enumerate(eqn.avals_out[place].shape):
+        rows = Rows(axis, np.arange(size))
+        found = computation(eqn, [rows if i == place else None for i in range(len(eqn.outputs))])
+        reads = zip(found.regions, eqn.avals_in, cut, strict=True) if found else ()
+        if found and any(here and r is not None and not is_whole(r, aval.shape) for r, aval, here in reads):
+            return found._replace(outputs=None)
+    return None
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -315,15 +326,11 @@ def reshape(eqn: Equation, region: Any) -> Any:
         old_inner = math.prod(old[axis + 1 :])
         if old_inner == inner and length == size:
             return [region.along(axis)], reshaped
-        if length > 1 and length * old_inner == size * inner and length % size == 0:  # a row is some of its rows
+        if length <= 1 or length * old_inner != size * inner:
+            continue
+        if length % size == 0:  # a row is some of its rows
             return [region.along(axis).finer(length // size)], reshaped
-        if (
-            size > 1
-            and length > 1
-            and length * old_inner == size * inner
-            and size % length == 0
-            and isinstance(region, Rows)
-        ):
+        if size % length == 0 and isinstance(region, Rows):
             each = size // length  # a row is a part of one of its rows
             coarse = np.unique(region.numbers // each)
             full = Rows(region.axis, (coarse[:, None] * each + np.arange(each)).reshape(-1))

@@ -1,9 +1,5 @@
-"""Propagates marks through a program, from operands to results or backwards, also through loops, branches and calls.
+"""Propagates marks through a program, from operands to results or backwards, also through loops, branches and calls."""
 
-The mark of a value is an int of bits, 0 for nothing. Where several operations mark a value, the bits are joined.
-"""
-
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -23,16 +19,15 @@ def settled(
     step: Callable[[Sequence[T]], Sequence[T]],
     join: Callable[[T, T], T],
     is_same: Callable[[Sequence[T], Sequence[T]], bool] = operator.eq,
-) -> tuple[Sequence[T], Sequence[T]]:
-    """What is known of the carry of a loop at each of its steps, and of all results of a step, its carry first.
+) -> Sequence[T]:
+    """What is known of the carry of a loop at each of its steps; ``step`` returns at least the carry after one.
 
     A step may be the first one or a later one, so what is known of both is joined until it stays the same.
     """
     while True:
-        results = step(carry)
-        joined = [*map(join, carry, results)]
+        joined = [*map(join, carry, step(carry))]
         if is_same(joined, [*carry]):
-            return carry, results
+            return carry
         carry = joined
 
 
@@ -49,18 +44,18 @@ class Propagation(NamedTuple):
         for each region of its carry, and so is each loop in it.
     """
 
-    through: Callable[[Equation, Sequence[int]], Sequence[int]]
-    of_program: Callable[[Program, Sequence[int]], Sequence[int]]
+    through: Callable[[Equation, Sequence[bool]], Sequence[bool]]
+    of_program: Callable[[Program, Sequence[bool]], Sequence[bool]]
     is_backward: bool
-    found: WeakKeyDictionary[Any, dict[tuple[int, ...], Sequence[int]]]
+    found: WeakKeyDictionary[Any, dict[tuple[bool, ...], Sequence[bool]]]
 
-    def across(self, eqn: Equation, marks: Sequence[int]) -> Sequence[int]:
+    def across(self, eqn: Equation, marks: Sequence[bool]) -> Sequence[bool]:
         """The marks of the results of an operation, given those of its operands; backwards, the reverse."""
         found = inside(eqn)
         if isinstance(found, Branches):
             which, given = ([], marks) if self.is_backward else (marks[:1], marks[1:])
             each = zip(*(self.across_program(program, given) for program in found.programs), strict=True)
-            return [0] * self.is_backward + [functools.reduce(operator.or_, [*which, *its]) for its in each]
+            return [False] * self.is_backward + [any([*which, *its]) for its in each]
         if isinstance(found, Call | Mapped):
             return self.across_program(found.program, marks)
         if isinstance(found, Loop):
@@ -68,19 +63,19 @@ class Propagation(NamedTuple):
             return results if self.is_backward else [*carry, *results[found.carried :]]
         return self.through(eqn, marks)
 
-    def across_steps(self, loop: Loop, marks: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    def across_steps(self, loop: Loop, marks: Sequence[bool]) -> tuple[Sequence[bool], Sequence[bool]]:
         """The marks of the carry before each step, or after it, and those of the results or operands of a step."""
         first = 0 if self.is_backward else loop.consts
         last, others = first + loop.carried, []
 
-        def step(carry: Sequence[int]) -> Sequence[int]:
+        def step(carry: Sequence[bool]) -> Sequence[bool]:
             passed = self.across_program(loop.body, [*marks[:first], *carry, *marks[last:]])
             others[:] = passed
             return passed[loop.consts : loop.stacked] if self.is_backward else passed
 
-        return settled(marks[first:last], step, operator.or_)[0], others
+        return settled(marks[first:last], step, operator.or_), others
 
-    def across_program(self, closed: ClosedJaxpr, marks: Sequence[int]) -> Sequence[int]:
+    def across_program(self, closed: ClosedJaxpr, marks: Sequence[bool]) -> Sequence[bool]:
         """:meth:`across` for a program inside of an operation."""
         known, key = self.found.setdefault(closed.jaxpr, {}), tuple(marks)
         if key not in known:

@@ -1,8 +1,8 @@
 """Regions: which part of a value is wanted.
 
 A region is :data:`EVERYTHING`, :class:`Rows` that are known while a program is traced, or :class:`DynamicRows`, whose
-numbers are values of the program: a plan of a gradient holds their name, which is bound to an array when the plan is
-evaluated. All rows are ascending. A value may be stored in several regions.
+numbers are values of the program; or a name of them, in the plan of a custom derivative: each of its passes binds it to
+an array of its own. All rows are ascending. A value may be stored in several regions.
 """
 
 import functools
@@ -102,6 +102,22 @@ class _SomeRows(Region):
         """An array of these rows in which only those that :meth:`find` finds were changed, with the change in all."""
         return array
 
+    def _then(self, *step: Any) -> Any:
+        """The rows whose numbers are those of these rows after a step, see :func:`_after`."""
+        raise NotImplementedError
+
+    def shifted(self, by: int) -> Any:
+        """The rows that have these numbers plus ``by``."""
+        return self._then("shifted", by) if by else self
+
+    def finer(self, each: int) -> Any:
+        """The rows of a value that has ``each`` rows for one."""
+        return self._then("finer", int(each))
+
+    def repeated(self, times: int, size: int) -> Any:
+        """The rows of a value in which all rows, ``size`` of them, are repeated."""
+        return self._then("repeated", int(times), int(size))
+
 
 class Rows(_SomeRows):
     """Rows with these numbers, which are ascending."""
@@ -163,17 +179,8 @@ class Rows(_SomeRows):
     def along(self, axis: int) -> "Rows":
         return Rows(axis, self.numbers)
 
-    def shifted(self, by: int) -> "Rows":
-        """The rows that have these numbers plus ``by``."""
-        return Rows(self.axis, self.numbers + by)
-
-    def finer(self, each: int) -> "Rows":
-        """The rows of a value that has ``each`` rows for one."""
-        return Rows(self.axis, (self.numbers[:, None] * each + np.arange(each)).reshape(-1))
-
-    def repeated(self, times: int, size: int) -> "Rows":
-        """The rows of a value in which all rows, ``size`` of them, are repeated."""
-        return Rows(self.axis, (np.arange(times)[:, None] * size + self.numbers).reshape(-1))
+    def _then(self, *step: Any) -> "Rows":
+        return Rows(self.axis, _after(self.numbers, step))
 
     def within(self, other: "Rows") -> "Rows | None":
         """The positions of these rows among ``other`` rows, if it has them all."""
@@ -227,13 +234,15 @@ class DynamicRows(_SomeRows):
 
     @property
     def indices(self) -> jax.Array:
-        return functools.reduce(_after, self.steps, in_this_mesh(self.numbers))
+        return self._after(self.steps)
 
     @property
     def unclamped(self) -> jax.Array:
         """The numbers of the rows, out of range for rows that are not there."""
-        steps = [step for step in self.steps if step[0] != "clamped"]
-        return functools.reduce(_after, steps, in_this_mesh(self.numbers))
+        return self._after(step for step in self.steps if step[0] != "clamped")
+
+    def _after(self, steps: Iterable[tuple[Any, ...]]) -> jax.Array:
+        return functools.reduce(_after, steps, in_this_mesh(jnp.asarray(self.numbers)))
 
     @property
     def is_shifted(self) -> bool:
@@ -257,21 +266,9 @@ class DynamicRows(_SomeRows):
     def _then(self, *step: Any) -> "DynamicRows":
         return DynamicRows(self.axis, self.numbers, (*self.steps, step))
 
-    def shifted(self, by: int) -> "DynamicRows":
-        """The rows that have these numbers plus ``by``."""
-        return self._then("shifted", by) if by else self
-
     def clamped(self, size: int) -> "DynamicRows":
         """The rows of a value that has ``size`` of them."""
         return self._then("clamped", size)
-
-    def finer(self, each: int) -> "DynamicRows":
-        """The rows of a value that has ``each`` rows for one."""
-        return self._then("finer", int(each))
-
-    def repeated(self, times: int, size: int) -> "DynamicRows":
-        """The rows of a value in which all rows, ``size`` of them, are repeated."""
-        return self._then("repeated", int(times), int(size))
 
     def find(self, i: Any, size: int) -> tuple[jax.Array, bool]:
         i = jnp.asarray(i)
@@ -304,8 +301,8 @@ class DynamicRows(_SomeRows):
         return f"DynamicRows({self.axis}, {self.numbers}, {self.steps})"
 
 
-def _after(numbers: jax.Array, step: tuple[Any, ...]) -> jax.Array:
-    """The numbers of dynamic rows after one of the steps by which they are computed."""
+def _after(numbers: Any, step: tuple[Any, ...]) -> Any:
+    """The numbers of rows after one of the steps by which those of others are computed from them."""
     name, by, *size = step
     if name == "shifted":
         return numbers + by
@@ -314,16 +311,19 @@ def _after(numbers: jax.Array, step: tuple[Any, ...]) -> jax.Array:
     if name == "finer":
         return (numbers[:, None] * by + np.arange(by, dtype=np.int32)).reshape(-1)
     [size] = size
-    rows = np.arange(by, dtype=np.int32)[:, None] * size + numbers
+    rows = np.arange(by, dtype=numbers.dtype)[:, None] * size + numbers
+    if isinstance(numbers, np.ndarray):
+        return rows.reshape(-1)
     return jnp.where((numbers >= 0) & (numbers < size), rows, by * size).reshape(-1)
 
 
-def region_of(selection: Selection, name: Hashable) -> Region:
-    """The trainable part of a leaf; that of dynamic rows has the ``name``."""
+def region_of(selection: Selection, name: Hashable = None) -> Region:
+    """The trainable part of a leaf; of dynamic rows with a ``name``, the numbers are known when a plan is evaluated."""
     if isinstance(selection, RowIndex):
         return Rows(selection.axis, selection.numbers)
     if isinstance(selection, DynamicRowIndex):
-        return DynamicRows(selection.axis, Numbers(name, selection.count)).clamped(selection.size)
+        numbers = selection.array if name is None else Numbers(name, selection.count)
+        return DynamicRows(selection.axis, numbers).clamped(selection.size)
     return EVERYTHING
 
 
@@ -455,9 +455,16 @@ class Values:
                 return array, int(rows.numbers[0] - positions.numbers[0])
         raise KeyError((number, rows, list(stored)))
 
-    def items(self) -> list[tuple[int, Region, Any]]:
-        """The numbers, the regions and the arrays."""
-        return [(number, *each) for number, stored in self._stored.items() for each in stored.items()]
+    @property
+    def arrays(self) -> list[Any]:
+        """All that is stored."""
+        return [array for stored in self._stored.values() for array in stored.values()]
+
+    def with_arrays(self, arrays: Iterable[Any]) -> "Values":
+        """The same regions of the same values, with these :attr:`arrays`."""
+        new, left = Values(), iter(arrays)
+        new._stored = {n: {region: next(left) for region in stored} for n, stored in self._stored.items()}
+        return new
 
     def only(self, numbers: Iterable[int]) -> "Values":
         """The values with these numbers."""

@@ -122,7 +122,7 @@ class Context(NamedTuple):
 
     def inside(self, guard: int, conditions: Mapping[int, Any] = MappingProxyType({})) -> "Context":
         """The context of tasks within a task of this guard."""
-        return Context({**self.conditions, **conditions} if conditions else self.conditions, guard, self.numbers)
+        return Context({**self.conditions, **conditions}, guard, self.numbers)
 
 
 PLAIN = Context()  # without conditions and dynamic rows
@@ -165,8 +165,7 @@ class Task(NamedTuple):
                 return [self.carried.get(place) in read for place in range(len(marks))]
 
             marks = [write is not None and write[0] in numbers for write in self.writes]
-            marks, _ = settled(marks, step, operator.or_)
-            inner.append(schedule.of([*compress(schedule.outputs, marks)]))
+            inner.append(schedule.of([*compress(schedule.outputs, settled(marks, step, operator.or_))]))
         return self._replace(inner=inner)
 
     def run(self, context: Context, values: Values) -> None:
@@ -208,9 +207,8 @@ class Schedule(NamedTuple):
     @property
     def read_numbers(self) -> set[int]:
         """The numbers of the values that are read, also as outputs."""
-        return {n for task in self.tasks for n in task.read_numbers} | {
-            x for x, _ in self.outputs if isinstance(x, int)
-        }
+        outputs = {value for value, _ in self.outputs if isinstance(value, int)}
+        return outputs.union(*(task.read_numbers for task in self.tasks))
 
     @property
     def all_tasks(self) -> Iterator[Task]:
@@ -222,28 +220,22 @@ class Schedule(NamedTuple):
 
     def run(self, values: Values, context: Context = PLAIN) -> list[Any]:
         """Evaluates the tasks, given the inputs, and returns the outputs."""
-        self.run_except((), values, context)
+        self.run_tasks(values, context)
         return read_all(self.outputs, values, context, self.program)
 
-    def fill(self, values: Values) -> None:
-        """Adds constants to the values."""
-        for number, const in self.program.consts.items():
-            if not values.has(number):
-                values.write(number, EVERYTHING, const)
-
-    def run_except(self, postponed: Collection[int], values: Values, context: Context) -> dict[int, Any]:
-        """Evaluates the tasks, given the inputs, except those at these positions.
+    def run_tasks(self, values: Values, context: Context, kept: Collection[int] = ()) -> dict[int, Any]:
+        """Evaluates the tasks, given the inputs. Values are dropped that no output reads, if they are not ``kept``.
 
         Returns a bool for each input that is read inside of a ``lax.cond``. It is False, but the compiler does not know
         that: whoever writes to an input in place and depends on it writes after the last read, so nothing is copied.
         """
-        self.fill(values)
-        kept = {value for value, _ in self.outputs if isinstance(value, int)}
-        kept.update(number for i in postponed for number in self.tasks[i].read_numbers)
+        for number, const in self.program.consts.items():
+            if not values.has(number):
+                values.write(number, EVERYTHING, const)
+        kept = {*kept, *(value for value, _ in self.outputs if isinstance(value, int))}
         sets: dict[int, list[Task]] = {}  # one `lax.cond` for each guard: a chain of n groups has about 2 n of them
-        for i, task in enumerate(self.tasks):
-            if i not in postponed:
-                sets.setdefault(ALWAYS if task.guard & context.guard == context.guard else task.guard, []).append(task)
+        for task in self.tasks:
+            sets.setdefault(ALWAYS if task.guard & context.guard == context.guard else task.guard, []).append(task)
         _run_all(sets.pop(ALWAYS, []), values, context, kept if not sets else None)
         read_by: dict[int, set[int]] = {}  # the guards of the tasks that read a value
         for guard, tasks in sets.items():
@@ -260,42 +252,26 @@ class Schedule(NamedTuple):
                 after[number] = after[number] | is_read if number in after else is_read
         return after
 
-    def postponable(self, inputs: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
-        """For each guard the tasks whose results no other task reads first, and that read only these of the inputs."""
-        needed: dict[int, set[int]] = {guard: set() for guard in inputs}
-        found: dict[int, list[int]] = {guard: [] for guard in inputs}
-        for i in reversed(range(len(self.tasks))):
-            guard, task = self.tasks[i].guard, self.tasks[i]
-            if guard not in inputs:
-                continue
-            own = all(number >= self.program.num_inputs or number in inputs[guard] for number in task.read_numbers)
-            if own and needed[guard].isdisjoint(task.written_numbers):
-                found[guard].append(i)
-            else:
-                needed[guard].update(task.read_numbers)
-        return {guard: positions[::-1] for guard, positions in found.items()}
+    def postponed(self, inputs: Mapping[int, Collection[int]]) -> tuple["Schedule", dict[int, list[Task]]]:
+        """For each guard the tasks whose results no other task reads first, and that read only these of the inputs.
 
-    def run_postponed(
-        self,
-        postponed: Sequence[int],
-        outputs: Sequence[tuple[Any, Region]],
-        guard: int,
-        values: Values,
-        context: Context,
-    ) -> list[Any]:
-        """Evaluates the tasks of a guard at these positions, and returns regions of values that they compute.
-
-        ``values`` are those of :meth:`read_by`, to which the tasks write.
+        They are taken out of the schedule.
         """
-        _run_all([self.tasks[i] for i in postponed], values, context.inside(guard), None)
-        return read_all(outputs, values, context, self.program)
+        needed: dict[int, set[int]] = {guard: set() for guard in inputs}
+        found: dict[int, list[Task]] = {guard: [] for guard in inputs}
+        others = []
+        for task in reversed(self.tasks):
+            guard = task.guard
+            own = guard in inputs and all(n >= self.program.num_inputs or n in inputs[guard] for n in task.read_numbers)
+            if own and needed[guard].isdisjoint(task.written_numbers):
+                found[guard].append(task)
+            else:
+                others.append(task)
+                needed.get(guard, set()).update(task.read_numbers)
+        return self._replace(tasks=others[::-1]), {guard: tasks[::-1] for guard, tasks in found.items()}
 
-    def read_by(self, postponed: Sequence[int], outputs: Sequence[tuple[Any, Region]], values: Values) -> Values:
-        """A copy of the values that :meth:`run_postponed` reads."""
-        return _inside([self.tasks[i] for i in postponed], values, outputs)
 
-
-def _inside(tasks: Sequence[Task], values: Values, outputs: Sequence[tuple[Any, Region]] = ()) -> Values:
+def copied(tasks: Iterable[Task], values: Values, outputs: Iterable[tuple[Any, Region]] = ()) -> Values:
     """A copy of the values that tasks and outputs read, to which the tasks can write."""
     numbers = {number for task in tasks for number in (*task.read_numbers, *task.written_numbers)}
     numbers.update(number for number, _ in outputs if isinstance(number, int))
@@ -305,14 +281,11 @@ def _inside(tasks: Sequence[Task], values: Values, outputs: Sequence[tuple[Any, 
 def _run_all(tasks: Sequence[Task], values: Values, context: Context, kept: set[int] | None) -> None:
     """Evaluates tasks in order; with ``kept``, values that no later task reads are dropped, except these."""
     last = {n: i for i, task in enumerate(tasks) for n in (*task.written_numbers, *task.read_numbers)}
-    dropped: dict[int, list[int]] = {}
-    for number, i in last.items():
-        if kept is not None and number not in kept:
-            dropped.setdefault(i, []).append(number)
     for i, task in enumerate(tasks):
         task.run(context, values)
-        for number in dropped.get(i, ()):
-            values.drop(number)
+        for number in (*task.written_numbers, *task.read_numbers):
+            if kept is not None and number not in kept and last[number] == i:
+                values.drop(number)
 
 
 def _run_if(condition: Any, tasks: Sequence[Task], values: Values, context: Context, outside: Collection[int]) -> Any:
@@ -323,7 +296,7 @@ def _run_if(condition: Any, tasks: Sequence[Task], values: Values, context: Cont
     writes = [(n, context.bound(region)) for task in tasks for n, region in filter(None, task.writes) if n in outside]
 
     def run() -> tuple[list[Any], Any]:
-        inside = _inside(tasks, values)
+        inside = copied(tasks, values)
         _run_all(tasks, inside, context, None)
         return [inside.read(*write) for write in writes], jnp.ones((), bool)
 

@@ -83,19 +83,15 @@ class Program(NamedTuple):
     eqns: list[Equation]
     num_inputs: int
     outputs: list[Any]
-    of_steps: dict[int, int] = {}  # noqa: RUF012
+    of_steps: dict[int, int]  # of the values of a loop's result after some of its steps: the number of the result
 
     @property
     def made_by(self) -> dict[int, Equation]:
         """The operation that computes each value."""
         return {number: eqn for eqn in self.eqns for number in eqn.outputs}
 
-    def copy(self, **changed: Any) -> "Program":
-        """A copy, to which values can be added."""
-        return self._replace(avals=list(self.avals), of_steps=dict(self.of_steps), **changed)
-
     def add(self, aval: Any, of_steps: int | None = None) -> int:
-        """A number for a new value, which may be that of a loop's result ``of_steps`` after some of its steps."""
+        """A number for a new value, which may be that of a loop's result ``of_steps``, after some of its steps."""
         self.avals.append(aval)
         if of_steps is not None:
             self.of_steps[len(self.avals) - 1] = of_steps
@@ -117,7 +113,8 @@ def flatten(closed: ClosedJaxpr, enter_remat: bool = True, enter_placed: bool = 
         known[key] = program, consts
     program, consts = known[key]
     given = program.consts | dict(zip(consts, closed.consts, strict=True))
-    return program.copy(consts=given, eqns=[*program.eqns], outputs=[*program.outputs])
+    avals, eqns, outputs, of_steps = [*program.avals], [*program.eqns], [*program.outputs], {**program.of_steps}
+    return Program(avals, given, eqns, program.num_inputs, outputs, of_steps)
 
 
 _FLAT: WeakKeyDictionary[Jaxpr, dict[tuple[bool, bool], tuple[Program, list[int]]]] = WeakKeyDictionary()

@@ -39,6 +39,12 @@ class Traced:
         return jax.tree.unflatten(self._treedef, [next(found) if x is _TRACED else x for x in self._flat])
 
 
+def filled(values: Sequence[Any], marks: Sequence[bool], some: Sequence[Any]) -> list[Any]:
+    """The values, with ``some`` in place of the marked ones."""
+    left = iter(some)
+    return [next(left) if here else x for x, here in zip(values, marks, strict=True)]
+
+
 def as_argument(value: Any) -> Any:
     """An array on the device unchanged, and the shape of one on the host: the trace must not depend on the memory.
 

@@ -7,23 +7,15 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from optax_freeze._jax_internals import Branches, Loop, Mapped, inside, key_of
 from optax_freeze._program import loops
 from optax_freeze._program.decisions import decisive
 from optax_freeze._program.dependence import Known
 from optax_freeze._program.materialized import Materialized
-from optax_freeze._program.operations import Computation, Cost, computation, is_cheap, rule_of
+from optax_freeze._program.operations import Computation, Cost, computation, from_rows, is_cheap, rule_of
 from optax_freeze._program.recompute import program_of
-from optax_freeze._program.regions import (
-    EVERYTHING,
-    Region,
-    Rows,
-    is_scattered,
-    is_whole,
-    without_elements,
-)
+from optax_freeze._program.regions import EVERYTHING, Region, Rows, is_scattered, is_whole, without_elements
 from optax_freeze._program.tasks import (
     ALWAYS,
     Context,
@@ -97,6 +89,7 @@ class Walk:
         self.wanted: dict[int, Wanted] = {}
         self.tasks: list[Task] = []
         self.completed: set[int] = set()  # of which everything is computed, though not all is wanted
+        self.in_part = set[int]() if self.known is None else self.known.in_part
         self.equals = _equal_products(self.program)
         self.wanted_of_equals: dict[int, dict[int, Wanted]] = {}
         self.materialized = Materialized(self.program)
@@ -117,7 +110,7 @@ class Walk:
             elif is_cuttable and _NEARLY_WHOLE < region.share(shape) < 1:
                 self.completed.add(value)
                 region = EVERYTHING
-            if self.known is not None and value not in self.known.in_part:
+            if self.known is not None and value not in self.in_part:
                 region = EVERYTHING
             wanted = self.wanted.setdefault(value, {})
             wanted[region] = wanted.get(region, 0) | guard
@@ -128,8 +121,8 @@ class Walk:
         reads = [read and self.read(read) for read in task.reads]
         self.tasks.append(task := task._replace(reads=reads, extent=extent))
         for read in task.reads:
-            for value, region in () if read is None else read.wanted:
-                self.want(value, region, task.guard)
+            if read is not None:
+                self.want(read.value, read.region, task.guard)
 
     def read(self, read: Read) -> Read:
         """A read of a part without elements reads nothing."""
@@ -143,12 +136,7 @@ class Walk:
             self.inner.programs[key] = closed, program_of(closed, enter_remat=self.known is None)
         return self.inner.programs[key][1]
 
-    def inside(
-        self,
-        program: Program,
-        outputs: Sequence[Any],
-        marks: Sequence[bool],
-    ) -> Schedule:
+    def inside(self, program: Program, outputs: Sequence[Any], marks: Sequence[bool]) -> Schedule:
         """The tasks of a step or a branch that compute these regions of values; ``marks``: whether results decide."""
         deciding = list(compress(program.outputs, marks))
         known = None if self.known is None else Known()  # only the outermost program has inputs that are known in part
@@ -231,7 +219,9 @@ class Walk:
         """The tasks of one result of an equation, which is computed on its own."""
         in_part = self._is_in_part(eqn)
         chosen = wanted if [*wanted] == [EVERYTHING] else self._chosen(eqn, place, wanted, in_part)
-        part = self._from_rows(eqn, place) if in_part and EVERYTHING in chosen else None
+        part = None
+        if in_part and EVERYTHING in chosen:
+            part = from_rows(eqn, place, [isinstance(x, int) and x in self.in_part for x in eqn.inputs])
         for region, guard in chosen.items():
             regions = [region if i == place else None for i in range(len(eqn.outputs))]
             found = part if part is not None and region is EVERYTHING else computation(eqn, regions)
@@ -266,19 +256,7 @@ class Walk:
 
     def _is_in_part(self, eqn: Equation) -> bool:
         """Whether only some rows of an operand should be read, even if all of the result is wanted."""
-        in_part = self.known.in_part if self.known is not None else ()
-        return is_cheap(eqn) and not eqn.reads.isdisjoint(in_part)
-
-    def _from_rows(self, eqn: Equation, place: int) -> Computation | None:
-        """How all of a result is computed from some rows of such an operand."""
-        for axis, size in enumerate(eqn.avals_out[place].shape):
-            rows = Rows(axis, np.arange(size))
-            found = computation(eqn, [rows if i == place else None for i in range(len(eqn.outputs))])
-            reads = zip(eqn.inputs, found.regions, eqn.avals_in, strict=True) if found else ()
-            cut = {v for v, r, aval in reads if isinstance(v, int) and r is not None and not is_whole(r, aval.shape)}
-            if found and not cut.isdisjoint(self.known.in_part if self.known is not None else ()):
-                return found._replace(outputs=None)
-        return None
+        return is_cheap(eqn) and not eqn.reads.isdisjoint(self.in_part)
 
     def _everything_is_as_cheap(self, eqn: Equation, chosen: Wanted, shape: Any) -> bool:
         """Whether all of a sum over a value that is there is as cheap, or of a convolution of which half is wanted."""
@@ -302,12 +280,7 @@ class Walk:
             self._compute(eqn, found, regions, guard)
 
     def _compute(
-        self,
-        eqn: Equation,
-        found: Computation,
-        asked: Sequence[Region | None],
-        guard: int,
-        numbers: Sequence[int] = (),
+        self, eqn: Equation, found: Computation, asked: Sequence[Region | None], guard: int, numbers: Sequence[int] = ()
     ) -> None:
         """The task that computes regions of results, or others than are asked, if the rule does.
 
