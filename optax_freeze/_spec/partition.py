@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_freeze._errors import is_number, type_error, value_error
@@ -17,7 +18,7 @@ from optax_freeze._spec.memory_kinds import to_device, to_memory_of
 from optax_freeze._spec.part_source import refuse_other_rows
 from optax_freeze._spec.plan import Plan, refuse_other_leaf
 from optax_freeze._spec.resolve import Spec, Tied, make_plan, warn_of_extent
-from optax_freeze._spec.selection import TRAINABLE, shape_of_part
+from optax_freeze._spec.selection import TRAINABLE, DenseMask, Selection, shape_of_part
 from optax_freeze._spec.tree import Leaf, Part, PyTree, Rest
 
 Tree = TypeVar("Tree")
@@ -114,6 +115,8 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if isinstance(b, Rest) and not _tree.is_masked_node(a):
             shape, index = jnp.shape(b.array), b.selection.part_index
+            if not _tree.is_masked_node(b.selection.array):
+                _refuse_mapped_mask(b.selection, paths()[i])
             if index is not None and not isinstance(a, Part) and jnp.shape(a) == shape_of_part(index, shape):
                 a = Part(a, index, shape)  # as an optimizer inside `fz.freeze` has it
             if not isinstance(a, Part) or (a.index, a.shape) != (index, shape):
@@ -133,6 +136,14 @@ def assemble(trainable: PyTree, rest: PyTree, combine_part: Callable[[Rest, Any]
             fix = "pass the two outputs of one fz.partition"
             raise value_error(what, at=at, got=got, expected=expected, fix=fix)
     return combined, treedef
+
+
+def _refuse_mapped_mask(selection: Selection, path: str) -> None:
+    kind, expected = (np.bool_, "bool") if isinstance(selection, DenseMask) else (np.integer, "int32")
+    if not jnp.issubdtype(selection.array.dtype, kind):
+        fix = "map the parameters, and not the masks beside them: fz.partition(jax.tree.map(f, params), frozen)[1]"
+        got = str(selection.array.dtype)
+        raise value_error("rest: a mask of another dtype", at=path, got=got, expected=expected, fix=fix)
 
 
 def stop_gradient(params: Tree, frozen: Spec) -> Tree:
