@@ -39,9 +39,9 @@ _BY_FILE = {
     ],
     ("_audit/optimizer_step.py", "tests/audit/test_audit.py"): [
         ("range(4) if fills", "range(3) if fills", "-k 'its_cure and finite'"),
-        ("for i, fill in fills.items()}) - self._random", "for i, fill in fills.items()})", "-k random"),
-        ("i not in reached and i not in nan]", "i not in reached]", "-k noted"),
-        ("if waits or None in reached else left", "if None in reached else left", "-k 'pass and freeze_when'"),
+        ("for i, fill in fills.items()}) - random", "for i, fill in fills.items()})", "-k random"),
+        ("i not in turned and i not in nan]", "i not in turned]", "-k noted"),
+        ("if waits or None in turned else left", "if None in turned else left", "-k 'pass and freeze_when'"),
     ],
     ("_errors.py", "tests/test_errors.py"): [
         ("map(printable, [at] if isinstance(at, str) else at)", "map(str, [at] if isinstance(at, str) else at)", ""),
@@ -315,7 +315,7 @@ _BY_FILE = {
         ("if count or updated:", "if count:", "tests/audit/test_audit.py -k small"),
     ],
     ("_audit/diagnosis.py", "tests/audit/test_audit_step.py"): [
-        ("gradients.sets(i) and not", "not", "-k noise"),
+        ("i in gradients.set_by_batch and not", "not", "-k noise"),
         ("causes.OTHER_SPEC if other_spec else", "", "-k another"),
         ("causes.FINITE_CHECK if j in by_inf else causes.NORM", "causes.FINITE_CHECK", "-k zero"),
     ],

@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_freeze._audit.diagnosis import leaks_of
-from optax_freeze._audit.optimizer_step import ExtraArgs, GivenGradients, OptimizerStep, made_up
+from optax_freeze._audit.diagnosis import audit_of
+from optax_freeze._audit.optimizer_step import ExtraArgs, OptimizerStep, given_gradients, made_up
 from optax_freeze._audit.report import Audit
 from optax_freeze._audit.runs import Runs
 from optax_freeze._errors import is_number, value_error, whole_number
 from optax_freeze._optimizer.transformation import as_transformation, is_optimizer
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.resolve import Spec, make_plan, warn_of_no_proof
-from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import Part, PyTree
 
 
@@ -85,9 +84,5 @@ def audit(
     step = OptimizerStep(tx, plan, start, treedef, extra_args, full_grads)
     with jax.debug_nans(False), jax.debug_infs(False):  # some of the gradients are NaN or infinite on purpose
         values = step.other_values()
-        gradients = GivenGradients(step, steps, values)
-        runs = Runs(step, None, steps, batch=False, values=values)
-        leaks = tuple(leaks_of(runs, gradients))
-    in_part_or_whole = sum(selection is not TRAINABLE for selection in plan.selections)
-    notes = [note for note in (gradients.note, *runs.notes) if note]
-    return Audit(leaks, len(plan.leaves), in_part_or_whole, steps, "; ".join(notes))
+        gradients = given_gradients(step, steps, values)
+        return audit_of(Runs(step, None, steps, values=values), gradients)

@@ -2,22 +2,22 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from optax_freeze._audit.changed_gradients import NO_LOSS, ChangedGradients, not_known
-from optax_freeze._audit.diagnosis import leaks_of
+from optax_freeze._audit.diagnosis import audit_of
 from optax_freeze._audit.probe import Probe
+from optax_freeze._audit.reactions import Gradients
 from optax_freeze._audit.report import Audit
 from optax_freeze._audit.runs import Runs
 from optax_freeze._audit.step import Step, opposite
-from optax_freeze._audit.step import other_batch as other_batch_of
+from optax_freeze._audit.step import other_batch as made_up_batch
 from optax_freeze._errors import described, type_error, value_error, whole_number
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.patterns import nearest
 from optax_freeze._spec.prefix_tree import is_above
 from optax_freeze._spec.resolve import Spec
-from optax_freeze._spec.selection import TRAINABLE
 from optax_freeze._spec.tree import PyTree
 
 Loss: TypeAlias = Callable[..., Any] | tuple[Callable[..., Any], ...] | Mapping[str, Callable[..., Any]] | None
@@ -97,38 +97,39 @@ def audit_step(
         expected, fix = "a function step(state, *batch)", "fz.audit_step(step, state, *batch, params=..., frozen=...)"
         raise type_error("`step` is not a function", at="step", got=described(step), expected=expected, fix=fix)
     audited = Step(step, state, batch, keywords, params, frozen)
-    others = _others(audited, other_batch, other_values)
+    batches, values = _other_batches(audited, other_batch), _other_values(audited, other_values)
     if losses:
-        gradients, notes = _gradients(audited, make_step, losses, others[0])
+        gradients, note = _gradients(audited, make_step, losses, batches)
     else:
         _refuse_factory(audited)
-        gradients, notes = None, [NO_LOSS]
+        gradients, note = None, NO_LOSS
     from optax_freeze._audit.untaken_branches import UntakenBranches  # loads jax.extend: slow
 
     branches = None
     with contextlib.suppress(Exception):  # if it cannot be traced, Python decides which code runs
         branches = UntakenBranches(audited)
-    runs = Runs(audited, gradients, steps, *others, branches)
-    leaks = tuple(leaks_of(runs, gradients))
-    notes += [*runs.notes, *(gradients.notes() if gradients is not None else [])]
-    selections = audited.plan.selections
-    in_part_or_whole = sum(selection is not TRAINABLE for selection in selections)
-    return Audit(leaks, len(selections), in_part_or_whole, steps, "; ".join(notes), audited.calls)
+    runs = Runs(audited, gradients, steps, batches[:1], values, branches)
+    return audit_of(runs, Gradients(notes=[note]) if gradients is None else gradients.found(runs.counters))
 
 
-def _others(step: Step, batch: Any, values: Any) -> tuple[Any, Any]:
-    """The batch and the frozen values of the runs with others, True for made-up ones."""
-    if not isinstance(batch, bool):
-        batch = batch if isinstance(batch, tuple) else (batch,)
+def _other_batches(step: Step, batch: Any) -> list[Any]:
+    """The arguments of the run with another batch, and of a second one without gradients."""
+    if isinstance(batch, bool):
+        return [made_up_batch(step.batch), opposite(step.batch)] if batch else []
+    return [(batch if isinstance(batch, tuple) else (batch,), step.batch[1])]
+
+
+def _other_values(step: Step, values: Any) -> Mapping[int, Any] | bool:
+    """The frozen values of the run with others, by position; True for made-up ones, False for no such run."""
     if isinstance(values, bool):
-        return batch, values
+        return values
     given, _ = _tree.flatten(values)
     if len(given) != len(step.plan.leaves):
         got, expected = f"{len(given)} leaves", f"{len(step.plan.leaves)}, as in the parameters"
         fix = "pass a tree of parameters, or False"
         raise value_error("`other_values` does not fit", at="other_values", got=got, expected=expected, fix=fix)
     places = [(step.params[i], step.plan.selections[i], given[i]) for i in step.frozen]
-    return batch, {k: selection.choose(value, step.start[k]) for k, selection, value in places}
+    return {k: selection.choose(value, step.start[k]) for k, selection, value in places}
 
 
 def _losses(loss: Any) -> "dict[str | int, Callable[..., Any]]":
@@ -183,20 +184,15 @@ def _refuse_factory(step: Step) -> None:
     count = 1 + len(step.batch[0])
     if _takes(step.function, count, step.batch[1]) or not _takes(step.function, 1):
         return
-    signature = inspect.signature(step.function)
-    raise type_error(
-        "`step` does not take the state and the batch",
-        at=f"step{signature}",
-        got=f"{count} arguments",
-        expected="step(state, *batch)",
-        fix="if it makes the step of a loss, pass that: fz.audit_step(make_step, state, *batch, loss=loss, ...)",
-    )
+    what, at = "`step` does not take the state and the batch", f"step{inspect.signature(step.function)}"
+    fix = "if it makes the step of a loss, pass that: fz.audit_step(make_step, state, *batch, loss=loss, ...)"
+    raise type_error(what, at=at, got=f"{count} arguments", expected="step(state, *batch)", fix=fix)
 
 
 def _gradients(
-    step: Step, make_step: Callable[..., Any], losses: "Mapping[str | int, Callable[..., Any]]", batch: Any
-) -> "tuple[ChangedGradients | None, list[str]]":
-    """The gradients of a step with changed losses; None if the step runs only without."""
+    step: Step, make_step: Callable[..., Any], losses: "Mapping[str | int, Callable[..., Any]]", batches: Sequence[Any]
+) -> tuple[ChangedGradients | None, str]:
+    """The gradients of a step with changed losses; None and a note if the step runs only without."""
     leaves, paths = step.plan.leaves, {i: step.plan.leaves[i].path for i in step.params}
     masks = {i: True if step.is_frozen(i) else step.mask(i) if step.plan.selections[i].in_part else None for i in paths}
     probe = Probe({i: tuple(leaves[i].shape or ()) for i in paths}, paths, masks, len(losses))
@@ -215,14 +211,10 @@ def _gradients(
 
     plain = step.function
     step.function = make("tamper").function
-    if batch is True:
-        batches = [opposite(step.batch), other_batch_of(step.batch)]
-    else:
-        batches = [] if batch is False else [(tuple(batch), step.batch[1])]
     try:
         step.advance(step.start)
     except Exception as error:
         step.function = plain
         step.advance(step.start)  # an error of the step itself is raised here
-        return None, [not_known(error)]
-    return ChangedGradients(step, probe, make, batches), []
+        return None, not_known(error)
+    return ChangedGradients(step, probe, make, batches), ""

@@ -16,8 +16,8 @@ import numpy as np
 
 from optax_freeze._audit.measurements import digests_of
 from optax_freeze._audit.probe import ZERO, Probe
-from optax_freeze._audit.reactions import CHANGES, Answer, Gradient
-from optax_freeze._audit.step import State, Step, like, other_values
+from optax_freeze._audit.reactions import CHANGES, Gradient, Gradients
+from optax_freeze._audit.step import State, Step, like
 from optax_freeze._errors import counted, in_one_line, is_array, listed
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import TRAINABLE
@@ -40,12 +40,7 @@ class ChangedGradients:
 
     Attributes:
       state_of: from the positions of state that takes in the gradient of a frozen parameter to this parameter.
-      counters: the positions of integers that count steps.
-      by_values: none; see ``GivenGradients``.
     """
-
-    by_values: frozenset[int] = frozenset()
-    counters: Sequence[int] = ()
 
     def __init__(self, step: Step, probe: Probe, make: Make, batches: Sequence[Any]) -> None:
         self._step, self._probe, self._make, self._batches = step, probe, make, [*batches]
@@ -62,35 +57,35 @@ class ChangedGradients:
         self._by_values: set[int] = set()
         self._of_zeros: set[int] = set()
 
-    def react(self, before: State, plain: Digests) -> None:
-        """Repeats a step from the state before it with other gradients, and compares the results with those of it."""
-        computed = sorted(self._probe.computed & {*self._step.frozen})
+    def repeat(self, before: State, see: Callable[[State], None]) -> State:
+        """The state after a step, which ``see`` gets, too, and which is repeated with other gradients."""
+        step = self._step
+        self._begin(before)
+        state, others = step.advance(before)
+        see(state)
+        plain = self._digests([*state, *others])
+        del state, others  # a large model has room for two states, not for three
+        computed = sorted(self._probe.computed & {*step.frozen})
         self._computed |= {*computed}
         self._steps += 1
-        if before is self._step.start:
+        if before is step.start:
             self._random |= {*self._differing(plain, self._plain)}
         self._without_gradients(before, plain)
         if computed:
             self._with_others(before, plain, computed)
-
-    def compare(self, before: Digests, plain: Digests, again: Digests) -> None:
-        """Which trainable parameters a step moves, and what differs in two equal runs of it."""
-        moved = self._differing(before, plain)
+        state, others = step.advance(before)
+        moved = self._differing(self._digests(before), plain)
         self._moved |= {i for k, i in self._param_at.items() if moved.get(k, (False, False))[1]}
-        self._random |= {*self._differing(plain, again)}
+        self._random |= {*self._differing(plain, self._digests([*state, *others]))}
+        return state
 
-    def digests(self, results: State) -> Digests:
+    def _digests(self, results: State) -> Digests:
         """A digest of each array of a state, and of the other results: of frozen elements and of all others."""
-        found: Digests = {}
-        for k, x in enumerate(results):
-            if is_array(x):
-                i = self._param_at.get(k)
-                selection = TRAINABLE if i is None else self._step.plan.selections[i]
-                found[k] = digests_of(x, selection)
-        return dict(zip(found, jax.device_get([*found.values()]), strict=True))
+        selections = {k: self._step.plan.selections[i] for k, i in self._param_at.items()}
+        arrays = {k: x for k, x in enumerate(results) if is_array(x)}
+        return jax.device_get({k: digests_of(x, selections.get(k, TRAINABLE)) for k, x in arrays.items()})
 
-    def begin(self, before: State) -> None:
-        """Before each step of the run that is repeated."""
+    def _begin(self, before: State) -> None:
         self._probe.begin({i: before[k] for i, k in self._step.params.items()})
 
     def _run(
@@ -98,11 +93,11 @@ class ChangedGradients:
     ) -> Digests:
         """The digests of the new state, and of the other results, of one step with other gradients."""
         probe = self._probe
-        self.begin(before)
+        self._begin(before)
         probe.change, probe.chosen = change, frozenset(leaves)
         try:
             new, others = self._step.advance(before, batch)
-            return self.digests([*new, *others])
+            return self._digests([*new, *others])
         finally:
             probe.change = None
 
@@ -127,7 +122,7 @@ class ChangedGradients:
             plain = self._run(before, ZERO, self._step.params)
             self._reached |= {*self._differing(results, plain)}
         if before is self._step.start:
-            given = self._with(other_values(self._step))
+            given = self._with(self._step.other_values())
             with contextlib.suppress(Exception):  # the run with other values says so
                 self._by_values = {*self._differing(plain, self._run(given, ZERO, self._step.params))}
         while self._batches:
@@ -148,19 +143,14 @@ class ChangedGradients:
                 row = rows[c] if len(groups) == 1 else self._differing(results, self._run(before, c, group))
                 self._add(group, c, row)
 
-    def ask_zeros(self) -> None:
-        """If nothing reacts, the gradients that are zero in these steps are changed, too."""
-        if self._seen or not self._computed:
-            return
-        step, probe = self._step, self._probe
-        results = self._plain
-        probe.zeros = True
-        try:
-            for c in _ZEROS_ONLY:
-                found = self._differing(results, self._run(step.start, c, self._computed))
-                self._of_zeros |= {k for k in found if k < len(step.start)}
-        finally:
-            probe.zeros = False
+    def _ask_zeros(self) -> None:
+        """Changes the gradients that are zero in these steps, too."""
+        start = self._step.start
+        self._probe.zeros = True
+        for c in _ZEROS_ONLY:
+            found = self._differing(self._plain, self._run(start, c, self._computed))
+            self._of_zeros |= {k for k in found if k < len(start)}
+        self._probe.zeros = False
 
     def _add(self, group: tuple[int, ...], change: int, row: Mapping[int, tuple[bool, bool]]) -> None:
         step, answers = self._step, self._answers.setdefault(group, [set() for _ in CHANGES])
@@ -185,24 +175,26 @@ class ChangedGradients:
                 return i
         return None
 
-    @functools.cached_property
-    def gradients(self) -> list[Gradient]:
-        """The gradients of parameters with frozen elements that something reads, or that leave a jitted function."""
-        negative, huge, nan, inf, signed, _ = range(len(CHANGES))
+    def found(self, counters: Sequence[int]) -> Gradients:
+        """What the runs showed; and, where they showed nothing, what more of them do, also with larger counters."""
+        if self._computed and not self._seen:
+            self._ask_zeros()
         found = []
-        for group, answers in self._answers.items():
-            sets: list[Answer] = [frozenset(answers[c]) for c in (negative, huge, nan, inf)]
-            sets[huge] |= answers[signed]
-            found.append(Gradient.of(group, sets, self.flops[1]))
-        leaving, _ = self._unread
-        return found + [Gradient.of((i,), (), self.flops[1], True) for i in leaving]
+        for group, (negative, huge, nan, inf, signed, _) in self._answers.items():
+            found.append(Gradient(group, False, *map(frozenset, (negative, huge | signed, nan, inf))))
+        leaving, left = self._unread()
+        found += [Gradient((i,), leaves_call=True) for i in leaving]
+        flops = self._flops() if found or left else (0, None)
+        logged = [*{i for g in found if g.is_logged for i in g.leaves}, *left]
+        step, probe = self._step, self._probe
+        still = [i for i in step.params if not step.is_frozen(i) and i in probe.given and i not in self._moved]
+        still = [i for i in still if step.plan.leaves[i].path not in step.in_groups]
+        kept = [i for i in still if i not in probe.differentiated]
+        untrained = self._untrained([i for i in still if i in probe.differentiated], counters)
+        notes = [*self._notes_of_losses(), *self._notes_of_reactions(kept, bool(untrained), logged, flops)]
+        by_batch = {i for k, i in self._param_at.items() if k in self._set}
+        return Gradients(found, set_by_batch=by_batch, untrained=untrained, flops=flops, notes=notes)
 
-    @property
-    def for_results(self) -> list[Gradient]:
-        """The gradients that only results beside the state read."""
-        return [g for g in self.gradients if not g.leaves_call and g.read <= {"result"}]
-
-    @functools.cached_property
     def _unread(self) -> tuple[list[int], list[int]]:
         """The gradients that are computed though nothing reacts to them: those that leave a jitted function, and those
         that an effect reads, or that are computed outside of any jitted function."""
@@ -220,8 +212,7 @@ class ChangedGradients:
         needed = self._probe.computed
         return [i for i in inside if i not in needed], [i for i in left if i not in inside or i in needed]
 
-    @functools.cached_property
-    def flops(self) -> tuple[int, int | None]:
+    def _flops(self) -> tuple[int, int | None]:
         """The FLOPs of a step, and of the gradients of frozen parameters in it; None if it cannot be traced."""
         from optax_freeze._jax_internals import without_unused  # loads jax.extend: slow
         from optax_freeze._program.flops import flops
@@ -237,39 +228,28 @@ class ChangedGradients:
             found.append(flops(program.jaxpr.eqns))
         return found[0], max(found[0] - found[1], 0)
 
-    def sets(self, i: int) -> bool:
-        """Whether the new value of a parameter depends on the batch without the gradient of a loss."""
-        return self._step.params[i] in self._set
+    def _untrained(self, still: Sequence[int], counters: Sequence[int]) -> list[int]:
+        """The parameters that do not move in more steps either, and whose gradient nothing reads."""
+        at = self._step.params
+        left = [i for i in still if i in self._probe.nonzero or self._with_other(at[i]).keys() - {at[i]}]
+        left = self._still_later(left, counters) if left else []
+        return self._not_zero(left) if left else []
 
-    @functools.cached_property
-    def untrained(self) -> tuple[list[int], list[int]]:
-        """The trainable parameters that do not move, and whose gradient neither they nor their state reads.
-
-        The second list has those with respect to which no loss is differentiated.
-        """
-        step, probe = self._step, self._probe
-        still = [i for i in step.params if not step.is_frozen(i) and i in probe.given and i not in self._moved]
-        still = [i for i in still if step.plan.leaves[i].path not in step.in_groups]
-        kept = [i for i in still if i not in probe.differentiated]
-        left = [i for i in still if i in probe.differentiated and (i in probe.nonzero or self._is_read(i))]
-        left = self._still_later(left) if left else []
-        return self._not_zero(left) if left else [], kept
-
-    def _still_later(self, leaves: Sequence[int]) -> list[int]:
+    def _still_later(self, leaves: Sequence[int], counters: Sequence[int]) -> list[int]:
         """The parameters that do not move either with larger counters, which a schedule may read, or, if their state
         does, in many more steps, which an accumulation may need."""
         step = self._step
 
         def still(new: Digests) -> list[int]:
-            moved = self._differing(self.digests(step.start), new)
+            moved = self._differing(self._digests(step.start), new)
             return [i for i in leaves if not moved.get(step.params[i], (False, False))[1]]
 
-        for _, counters in step.later(self.counters):
-            leaves = still(self._run(self._with(counters)))
+        for _, changes in step.later(counters):
+            leaves = still(self._run(self._with(changes)))
         state = step.start
         for _ in range(_LONG if any(map(self._reaches_state, leaves)) else 0):
             state, _ = step.advance(state)
-        return still(self.digests(state))
+        return still(self._digests(state))
 
     def _not_zero(self, leaves: Sequence[int]) -> list[int]:
         """The parameters whose gradient is not zero in these steps, or a symbolic zero."""
@@ -287,24 +267,15 @@ class ChangedGradients:
         size = np.size(step.start[step.params[i]])
         return any(step.owner(k) == i or (step.owner(k) is None and np.size(step.start[k]) >= size) for k in state)
 
-    def _is_read(self, i: int) -> bool:
-        """Whether something else in the step depends on the value of a parameter."""
-        step, k = self._step, self._step.params[i]
-        given = to_device(step.start[k])
-        other = like(step.start[k], (jnp.asarray(given) * 1.25 + 0.1).astype(given.dtype))
-        return bool({*self._differing(self._plain, self._run(self._with({k: other})))} - {k})
+    def _with_other(self, k: int) -> dict[int, tuple[bool, bool]]:
+        """What differs after a step with another array at a position of the state."""
+        given = self._step.start[k]
+        other = like(given, 1 + 1.5 * jnp.abs(jnp.asarray(to_device(given))))
+        return self._differing(self._plain, self._run(self._with({k: other})))
 
     def reads(self, k: int) -> bool:
-        """Whether trainable parameters, or results beside the state, depend on an array of the state."""
-        step = self._step
-        shifted = like(step.start[k], 1 + 1.5 * jnp.abs(jnp.asarray(to_device(step.start[k]))))
-        found = self._differing(self._plain, self._run(self._with({k: shifted})))
-        return any(at in self._param_at and hit[1] for at, hit in found.items())
-
-    def notes(self) -> Iterator[str]:
-        """What is not known, and what is no leak but worth knowing."""
-        yield from self._notes_of_losses()
-        yield from self._notes_of_reactions()
+        """Whether trainable parameters depend on an array of the state."""
+        return any(at in self._param_at and hit[1] for at, hit in self._with_other(k).items())
 
     def _paths(self, leaves: Iterable[int]) -> str:
         return _paths(self._step.plan.leaves[i].path for i in leaves)
@@ -333,7 +304,9 @@ class ChangedGradients:
         not_judged = {parts: probe.other_shape, others: probe.other_values, twice: probe.twice}
         yield from (f"{text.format(paths(sorted(i)))} is not known" for text, i in not_judged.items() if i)
 
-    def _notes_of_reactions(self) -> Iterator[str]:
+    def _notes_of_reactions(
+        self, kept: Sequence[int], some_untrained: bool, logged: Sequence[int], flops: tuple[int, int | None]
+    ) -> Iterator[str]:
         """What the results depend on, or do not."""
         step, probe, paths = self._step, self._probe, self._paths
         if self._random:
@@ -349,16 +322,13 @@ class ChangedGradients:
         if self._of_zeros:
             names = _paths(step.paths[k] for k in sorted(self._of_zeros))
             yield f"the gradients of frozen parameters are zero in these steps; others would reach {names}"
-        untrained, kept = self.untrained
         if kept:
             text = counted(len(kept), "trainable leaf", "trainable leaves")
             yield f"the step returns {text} as given: {paths(kept)}"
-        if probe.nonzero and not self._moved and not untrained:
+        if probe.nonzero and not self._moved and not some_untrained:
             yield "trainable parameters do not move in these steps: give more, for gradient accumulation or a warm-up"
-        results = {i for g in self.for_results for i in g.leaves}
-        logged = [*results, *self._unread[1]]
         if logged:
-            total, of_frozen = self.flops
+            total, of_frozen = flops
             cost = "" if of_frozen is None else f" ({of_frozen:,} of {total:,} FLOPs)"
             leaves = counted(len(logged), "frozen leaf", "frozen leaves")
             yield (

@@ -1,41 +1,42 @@
 """The leaks that the runs of a step, and other gradients in it, show: each with the most likely cause and the fix."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeAlias
 
 from optax_freeze._audit import causes
 from optax_freeze._audit.causes import EXPECTED, Cause
-from optax_freeze._audit.report import Kind, Leak
+from optax_freeze._audit.reactions import Gradients
+from optax_freeze._audit.report import Audit, Kind, Leak
 from optax_freeze._audit.runs import ANOTHER_BATCH, ANOTHER_STATE, ANOTHER_VALUES, Runs
 from optax_freeze._errors import counted
-
-if TYPE_CHECKING:
-    from optax_freeze._audit.changed_gradients import ChangedGradients
-    from optax_freeze._audit.optimizer_step import GivenGradients
-
-Gradients: TypeAlias = "ChangedGradients | GivenGradients"
+from optax_freeze._spec.selection import TRAINABLE
 
 
-def leaks_of(runs: Runs, gradients: "Gradients | None") -> Iterator[Leak]:
-    """All leaks; without gradients, of a step that cannot be traced, those that runs show."""
+def audit_of(runs: Runs, gradients: Gradients) -> Audit:
+    leaks = tuple(_leaks(runs, gradients))
+    notes = "; ".join([*runs.notes, *gradients.notes])
+    selections = runs.step.plan.selections
+    in_part_or_whole = sum(selection is not TRAINABLE for selection in selections)
+    return Audit(leaks, len(selections), in_part_or_whole, runs.steps, notes, runs.step.calls)
+
+
+def _leaks(runs: Runs, gradients: Gradients) -> Iterator[Leak]:
     step = runs.step
     for i in step.frozen:
         yield from _moved(runs, gradients, i)
     for path, position in step.bits.items():
-        for count, got in [*runs.moves(position).values()][:1]:
-            yield _leak("moved", step.other_part, path, got, count)
+        for move in [*runs.moves(position).values()][:1]:
+            yield _leak("moved", step.other_part, path, str(move), move.count)
     yield from _moved_state(runs)
-    if gradients is not None:
-        yield from _changed(runs, gradients)
-        yield from _computed(runs, gradients)
+    yield from _changed(runs, gradients)
+    yield from _computed(runs, gradients)
     yield from _held(runs)
-    for i in gradients.untrained[0] if gradients is not None else ():
+    for i in gradients.untrained:
         elements = step.elements(i, frozen=False)
         got = f"{elements} elements with the same update and state whatever their gradient"
         yield _leak("untrained", causes.IGNORED, step.plan.leaves[i].path, got, elements)
 
 
-def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
+def _moved(runs: Runs, gradients: Gradients, i: int) -> Iterator[Leak]:
     """Frozen elements of a parameter with other bits after a step."""
     step = runs.step
     path, position = step.plan.leaves[i].path, step.params[i]
@@ -45,19 +46,18 @@ def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
     thaws = all((name, position) in runs.thawed for name in later)
 
     def leak(cause: Cause, name: str | None = None) -> Leak:
-        count, got = moves[next(iter(moves)) if name is None else name]
-        return _leak("moved", cause, path, got, count)
+        move = moves[next(iter(moves)) if name is None else name]
+        return _leak("moved", cause, path, str(move), move.count)
 
     reacts = runs.reacts(position)
     if now == [ANOTHER_VALUES] and not step.is_fresh:
-        runs.notes.append(f"{path or 'the parameter'} moves with other frozen values alone: {moves[ANOTHER_VALUES][1]}")
+        runs.notes.append(f"{path or 'the parameter'} moves with other frozen values alone: {moves[ANOTHER_VALUES]}")
         now = later = []
     unexplained = next(iter(now), "")  # the first run in which it moves
     if {*now} - {ANOTHER_STATE}:
-        decays = runs.decays(position, ["", ANOTHER_VALUES] if ANOTHER_VALUES in runs.records else [""])
-        is_set = gradients is not None and gradients.sets(i) and not decays
-        own = [g for g in gradients.gradients if i in g.leaves] if gradients is not None else []
-        trains = any(("frozen", i) in g.negative for g in own)
+        decays = runs.decays(position, ["", ANOTHER_VALUES])
+        is_set = i in gradients.set_by_batch and not decays
+        trains = any(("frozen", i) in g.negative for g in gradients.gradients if i in g.leaves)
         if trains or (not is_set and runs.differ(ANOTHER_BATCH, position)):
             other_spec = path in step.trains_in_state
             yield leak(causes.OTHER_SPEC if other_spec else causes.TRAINS if trains else causes.BATCH)
@@ -77,7 +77,7 @@ def _moved(runs: Runs, gradients: "Gradients | None", i: int) -> Iterator[Leak]:
         runs.notes.append(f"{path or 'the parameter'} moves in a later step ({later[0]}), as a schedule may want it")
     if reacts and unexplained in moves:
         yield leak(causes.STATE_AFTER, unexplained)
-    if gradients is not None and not now and any(("frozen", i) in g.nan for g in gradients.gradients):
+    if not now and any(("frozen", i) in g.nan for g in gradients.gradients):
         elements = step.elements(i, frozen=True)
         yield _leak("moved", causes.PRODUCT, path, f"{elements} frozen elements: NaN with a gradient of NaN", elements)
 
@@ -89,16 +89,13 @@ def _moved_state(runs: Runs) -> Iterator[Leak]:
         if count:
             got = f"{count} elements of an average that equals the frozen value move in some steps{far}"
             yield _leak("moved", causes.AVERAGE, step.paths[k], got, count)
-    for k in runs.copies:
-        for count, got in [*runs.moves(k).values()][:1]:
-            cause = causes.DECAY if runs.decays(k, [""]) else causes.COPY
-            yield _leak("moved", cause, step.paths[k], got.replace("frozen elements", "elements"), count)
-    for k in runs.statistics():
-        for count, got in [*runs.moves(k).values()][:1]:
-            yield _leak("moved", causes.STATISTICS, step.paths[k], got.replace("frozen elements", "elements"), count)
+    moved = [(k, causes.DECAY if runs.decays(k, [""]) else causes.COPY) for k in runs.copies]
+    for k, cause in [*moved, *((k, causes.STATISTICS) for k in runs.statistics())]:
+        move = next(iter(runs.moves(k).values()))
+        yield _leak("moved", cause, step.paths[k], str(move).replace("frozen elements", "elements"), move.count)
 
 
-def _changed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
+def _changed(runs: Runs, gradients: Gradients) -> Iterator[Leak]:
     """Updates of trainable elements that depend on gradients, or on values, of frozen ones."""
     step = runs.step
     found: dict[tuple[int, Cause], list[str]] = {}
@@ -128,16 +125,16 @@ def _changed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
         yield _leak("changed", causes.STATISTIC, step.plan.leaves[j].path, got, step.elements(j, frozen=False))
 
 
-def _computed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
+def _computed(runs: Runs, gradients: Gradients) -> Iterator[Leak]:
     """Gradients of frozen elements that a step computes, and that something reads beside results."""
-    step, of_results = runs.step, {id(g) for g in gradients.for_results}
+    step = runs.step
     for g in gradients.gradients:
-        if id(g) in of_results:
+        if gradients.are_given or g.is_logged:
             continue
+        total, flops = gradients.flops
         together = {j for a in (g.huge, g.nan) for j in g.trainable(a) if not step.is_frozen(j)}
         with_sign, names = g.trainable(g.negative), g.read
-        total, _ = gradients.flops
-        cost = "computed" if g.flops is None else f"{g.flops:,} of {total:,} FLOPs of a step, for all frozen leaves"
+        cost = "computed" if flops is None else f"{flops:,} of {total:,} FLOPs of a step, for all frozen leaves"
         others = counted(len(g.leaves) - 1, "other leaf", "other leaves")
         cost += f"; changed together with {others}" * (len(g.leaves) > 1)
         for i in g.leaves:
@@ -153,7 +150,7 @@ def _computed(runs: Runs, gradients: "Gradients") -> Iterator[Leak]:
             read_by = [name for name, reads in readers.items() if reads] or ["its own leaf"]
             got, elements = f"{cost}; read by {', '.join(read_by)}", step.elements(i, frozen=True)
             path = step.plan.leaves[i].path
-            yield _leak("gradient", causes.reading(read_by[0]), path, got, elements, flops=g.flops or 0)
+            yield _leak("gradient", causes.reading(read_by[0]), path, got, elements, flops=flops or 0)
 
 
 def _held(runs: Runs) -> Iterator[Leak]:

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from optax_freeze._audit import causes
-from optax_freeze._audit.reactions import Answer, Gradient, changed, difference
+from optax_freeze._audit.reactions import Answer, Gradient, Gradients, changed, difference
 from optax_freeze._audit.step import State, Step
 from optax_freeze._errors import is_array, is_scalar
 from optax_freeze._optimizer.freeze_when import FreezeWhenState
@@ -194,88 +194,63 @@ class OptimizerStep(Step):
         return selection.spread(change, zero(Leaf("", (), change.dtype), None))
 
 
-class GivenGradients:
-    """What differs with other gradients, if these are an argument of the step.
+def given_gradients(step: OptimizerStep, steps: int, values: Mapping[int, Any]) -> Gradients:
+    """What differs with other gradients, which are an argument of the step, and with other frozen parameters."""
+    _, distances, fills = step.batch[0]
+    random = _answer(step, steps)
+    live, nan = _of_updates(step, steps)
 
-    Attributes:
-      gradients: all gradients of frozen elements, as one that changes; the step does not compute it.
-      by_values: the parameters whose trainable elements have another update with other frozen parameters.
-      untrained: the parameters whose gradient affects neither their update nor any state.
-      note: why the runs may not show every leak.
-    """
+    def with_changed(change: int) -> Answer:
+        return _answer(step, steps, fills={i: changed(fill, change) for i, fill in fills.items()}) - random
 
-    flops = 0, 0
+    changes = range(4) if fills and step.full_grads else ()
+    gradients = [Gradient(tuple(step.frozen), False, *map(with_changed, changes))]
+    reached = _answer(step, steps, changes=values) - random if fills and step.extra_args is None else frozenset()
+    by_values = {i for name, i in reached if name == "trainable" and i is not None}
+    turned = {i for _, i in _answer(step, steps, distances={i: -value for i, value in distances.items()})}
+    waits = [*outermost_states(step.initial_state, FreezeWhenState)]  # a group of `freeze_when`
+    left = [i for i in step.params if not step.is_frozen(i) and i not in turned and i not in nan]
+    untrained = [] if waits or None in turned else left
+    notes = []
+    if any(name == "trainable" for name, _ in random):
+        notes = ["two equal runs gave different updates: what trainable parameters depend on cannot be judged"]
+    elif nan:
+        notes = ["updates of trainable parameters are NaN whatever is frozen: what they depend on cannot be judged"]
+    elif not live and not untrained:
+        notes = ["trainable parameters had no update in these steps: give more, for gradient accumulation or a warm-up"]
+    return Gradients(gradients, True, by_values, untrained=untrained, notes=notes)
 
-    def __init__(self, step: OptimizerStep, steps: int, values: Mapping[int, Any]) -> None:
-        self._step, self._steps = step, steps
-        self._owners = [step.owner(k) for k in range(len(step.start))]
-        _, distances, fills = step.batch[0]
-        self._random = self._answer()
-        live, nan = self._of_updates()
 
-        def with_changed(change: int) -> Answer:
-            return self._answer(fills={i: changed(fill, change) for i, fill in fills.items()}) - self._random
+def _answer(
+    step: OptimizerStep, steps: int, distances: Any = None, fills: Any = None, changes: Mapping[int, Any] = {}
+) -> Answer:
+    """What differs in a second run."""
+    answer: set[tuple[str, int | None]] = set()
+    start, own_distances, own_fills = step.batch[0]
+    second = start, own_distances if distances is None else distances, own_fills if fills is None else fills
+    param_at = {step.updates[k]: i for i, k in step.params.items()}
+    masks = {k: step.mask(i) for k, i in param_at.items()}
+    masks |= {k: np.asarray(False) for k in step.in_optimizer if is_array(step.start[k])}
+    for a, b in zip(step.run(steps), step.run(steps, changes, (second, {})), strict=True):
+        counts = jax.device_get({k: difference(a[k], b[k], mask) for k, mask in masks.items()})
+        for k, (in_frozen, elsewhere) in counts.items():
+            if k in param_at:
+                hits = ("frozen", in_frozen), ("trainable", elsewhere)
+                answer |= {(name, param_at[k]) for name, count in hits if count}
+            elif elsewhere and ((owner := step.owner(k)) is not None or np.ndim(step.start[k])):
+                answer.add(("other" if owner is None else "state", owner))
+    return frozenset(answer)
 
-        changes = range(4) if fills and step.full_grads else ()
-        self.gradients = [Gradient.of(tuple(step.frozen), [with_changed(change) for change in changes])]
-        self.for_results = self.gradients
-        reached = self._answer(changes=values) - self._random if fills else frozenset()
-        by_values = {i for name, i in reached if name == "trainable" and i is not None}
-        self.by_values = frozenset(by_values if step.extra_args is None else ())
-        turned = self._answer(distances={i: -value for i, value in distances.items()})
-        waits = [*outermost_states(step.initial_state, FreezeWhenState)]  # a group of `freeze_when`
-        reached = {i for _, i in turned}
-        left = [i for i in step.params if not step.is_frozen(i) and i not in reached and i not in nan]
-        self.untrained = ([] if waits or None in reached else left), []
-        self.note = self._note(live, nan)
 
-    def sets(self, i: int) -> bool:
-        return False
-
-    def _note(self, live: bool, nan: set[int]) -> str:
-        if any(name == "trainable" for name, _ in self._random):
-            return "two equal runs gave different updates: what trainable parameters depend on cannot be judged"
-        if nan:
-            return "updates of trainable parameters are NaN whatever is frozen: what they depend on cannot be judged"
-        text = "trainable parameters had no update in these steps: give more, for gradient accumulation or a warm-up"
-        return "" if live or self.untrained[0] else text
-
-    def _answer(self, distances: Any = None, fills: Any = None, changes: Mapping[int, Any] = {}) -> Answer:
-        """What differs in a second run."""
-        step, answer = self._step, set()
-        start, *given = step.batch[0]
-        second = [own if new is None else new for own, new in zip(given, (distances, fills), strict=True)]
-        runs = step.run(self._steps), step.run(self._steps, changes, ((start, *second), {}))
-        for pair in zip(*runs, strict=True):
-            for k, counts in zip(*self._counts(*pair), strict=True):
-                if k not in step.in_optimizer:
-                    i = self._param_at[k]
-                    answer |= {(name, i) for name, count in zip(("frozen", "trainable"), counts, strict=True) if count}
-                elif counts[1] and (self._owners[k] is not None or np.ndim(step.start[k])):
-                    answer.add(("other" if self._owners[k] is None else "state", self._owners[k]))
-        return frozenset(answer)
-
-    @functools.cached_property
-    def _param_at(self) -> dict[int, int]:
-        return {self._step.updates[k]: i for i, k in self._step.params.items()}
-
-    def _counts(self, a: State, b: State) -> tuple[list[int], Any]:
-        """For each update, and each array of the state, how many elements differ where frozen and elsewhere."""
-        step = self._step
-        places = [*step.updates.values(), *(k for k in sorted(step.in_optimizer) if is_array(step.start[k]))]
-        masks = [step.mask(self._param_at[k]) if k in self._param_at else np.asarray(False) for k in places]
-        pairs = zip(places, masks, strict=True)
-        return places, jax.device_get([difference(a[k], b[k], mask) for k, mask in pairs])
-
-    def _of_updates(self) -> tuple[bool, set[int]]:
-        """Whether a trainable element has an update, and the parameters for which one is NaN."""
-        step, live, nan = self._step, False, set()
-        for state in step.run(self._steps):
-            for k, i in self._param_at.items():
-                update = jnp.where(step.mask(i), 0, state[k])
-                live |= bool((update != 0).any())
-                nan |= {i} if bool((update != update).any()) else set()
-        return live, nan
+def _of_updates(step: OptimizerStep, steps: int) -> tuple[bool, set[int]]:
+    """Whether a trainable element has an update, and the parameters for which one is NaN."""
+    live, nan = False, set()
+    for state in step.run(steps):
+        for i, k in step.params.items():
+            update = jnp.where(step.mask(i), 0, state[step.updates[k]])
+            live |= bool((update != 0).any())
+            nan |= {i} if bool((update != update).any()) else set()
+    return live, nan
 
 
 def _applied(value: Any, update: Any) -> Any:

@@ -250,9 +250,9 @@ def _subtrees(paths: Collection[str]) -> dict[str, set[str]]:
     """For the path of each subtree, the paths of its leaves from there."""
     found: dict[str, set[str]] = {"": {*paths}}
     for path in paths:
-        places = [n for n, letter in enumerate(path) if letter == "/"]
-        for root in (*(path[:n] for n in places), path):
-            found.setdefault(root, set()).add(_below(path, root))
+        names = path.split("/")
+        for n in range(1, len(names) + 1):
+            found.setdefault("/".join(names[:n]), set()).add("/".join(names[n:]))
     return found
 
 

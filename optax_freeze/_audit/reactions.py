@@ -1,6 +1,7 @@
 """What differs in the results of a step if the gradients of frozen elements have other values."""
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -21,27 +22,37 @@ class Gradient(NamedTuple):
     """The gradient of parameters with frozen elements, and what differs with other values at these elements."""
 
     leaves: tuple[int, ...]
-    negative: Answer
-    huge: Answer
-    nan: Answer
-    inf: Answer
-    flops: int | None = 0  # of what nothing but it and the gradients listed before needs; None if it comes from a loop
-    leaves_call: bool = False
+    leaves_call: bool = False  # a jitted function, though nothing reads it
+    negative: Answer = frozenset()
+    huge: Answer = frozenset()
+    nan: Answer = frozenset()
+    inf: Answer = frozenset()
 
     def trainable(self, answer: Answer) -> set[int]:
         """The parameters whose trainable elements differ, or the state of which does; of its own not the state."""
         own = {("state", i) for i in self.leaves}
         return {i for name, i in answer - own if i is not None and name in ("trainable", "state")}
 
-    @classmethod
-    def of(cls, leaves: tuple[int, ...], answers: Sequence[Answer], *more: Any) -> "Gradient":
-        """A gradient with its answers to the first ``CHANGES``, if any."""
-        negative, huge, nan, inf = (*answers, *[frozenset()] * 4)[:4]
-        return cls(leaves, negative, huge, nan, inf, *more)
-
     @property
     def read(self) -> set[str]:
         return {name for name, _ in self.negative | self.huge | self.nan | self.inf}
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether only results beside the state may read it."""
+        return not self.leaves_call and self.read <= {"result"}
+
+
+class Gradients(NamedTuple):
+    """What is known of the gradients of frozen parameters, and of what else trains."""
+
+    gradients: Sequence[Gradient] = ()
+    are_given: bool = False  # to the step, which computes none of them
+    by_values: AbstractSet[int] = frozenset()  # parameters whose trainable elements depend on frozen ones
+    set_by_batch: AbstractSet[int] = frozenset()  # parameters that depend on the batch without the gradient of a loss
+    untrained: Sequence[int] = ()  # trainable parameters that do not move, and whose gradient nothing reads
+    flops: tuple[int, int | None] = 0, None  # of a step, and of these gradients in it, if it can be traced
+    notes: Sequence[str] = ()  # what is not known, and what is no leak but worth knowing
 
 
 def changed(value: Any, change: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from optax_freeze._audit.measurements import Change, changes_of, is_cast_of, moved_elements, share
 from optax_freeze._audit.reactions import difference
-from optax_freeze._audit.step import State, Step, like, other_batch, other_values
+from optax_freeze._audit.step import State, Step, like
 from optax_freeze._errors import in_one_line, is_array
 from optax_freeze._spec.memory_kinds import to_device
 from optax_freeze._spec.selection import FROZEN, TRAINABLE, DenseMask, Selection
@@ -31,20 +31,27 @@ ANOTHER_STATE = "another state of frozen elements"
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """How many elements of a leaf have other bits after a step, and how they change step by step."""
+    """How many frozen elements of a leaf have other bits after a step of a run."""
 
-    count: int
+    run: str
     step: int
-    changes: tuple[Change, ...] = ()
+    count: int
+    total: int
+    changes: list[Change] = dataclasses.field(default_factory=list)  # in this step and in each after it
+    digests: list[bytes] = dataclasses.field(default_factory=list)  # of the new bits, likewise
+
+    def __str__(self) -> str:
+        more = f" with {self.run}" if self.run else ""
+        verb = "moves" if self.count == 1 else "move"
+        return f"{self.count} of {self.total} frozen elements {verb} in step {self.step}{more}{self.changes[0].far}"
 
 
 class Record:
     """What some steps do to the frozen leaves and other leaves that are watched."""
 
-    def __init__(self, runs: "Runs", before: State) -> None:
-        self.runs, self._before, self._steps = runs, before, 0
+    def __init__(self, runs: "Runs", name: str, before: State) -> None:
+        self.runs, self.name, self._before, self._steps = runs, name, before, 0
         self.moves: dict[int, Move] = {}
-        self.digests: dict[int, list[bytes]] = {}
 
     def add(self, state: State) -> None:
         """Compares the state after a step with the one before the first."""
@@ -53,13 +60,13 @@ class Record:
         counts = moved_elements(*((self._before[k], state[k], watched[k]) for k in still))
         for k, count, updated in zip(still, counts, self._updated(still, state), strict=True):
             if count or updated:
-                self.moves[k] = Move(max(count, updated), self._steps)
-                self.digests[k] = [b""] * (self._steps - 1)
+                total = np.sum(np.broadcast_to(watched[k].frozen(np.ndim(self._before[k])), np.shape(self._before[k])))
+                self.moves[k] = Move(self.name, self._steps, max(count, updated), int(total))
         updates = {k: state[at] for k, at in self.runs.step.updates.items()}
         leaves = [(self._before[k], state[k], watched[k], updates.get(k)) for k in self.moves]
-        for k, (change, digest) in zip(self.moves, changes_of(*leaves), strict=True):
-            self.moves[k] = dataclasses.replace(self.moves[k], changes=(*self.moves[k].changes, change))
-            self.digests[k].append(digest)
+        for move, (change, digest) in zip(self.moves.values(), changes_of(*leaves), strict=True):
+            move.changes.append(change)
+            move.digests.append(digest)
 
     def _updated(self, positions: Sequence[int], state: State) -> list[int]:
         """How many frozen elements of parameters have updates, which may be too small to change a bit."""
@@ -70,13 +77,6 @@ class Record:
         found = jax.device_get(counts)
         return [int(found.get(k, 0)) for k in positions]
 
-    def text(self, k: int, with_other: str = "") -> str:
-        move, selection, shape = self.moves[k], self.runs.watched[k], np.shape(self._before[k])
-        total = int(np.sum(np.broadcast_to(selection.frozen(len(shape)), shape)))
-        more = f" with {with_other}" if with_other else ""
-        verb = "moves" if move.count == 1 else "move"
-        return f"{move.count} of {total} frozen elements {verb} in step {move.step}{more}{move.changes[0].far}"
-
 
 class Runs:
     """The runs of a step, by what differs from the state and the batch that were given; the first as they are.
@@ -86,6 +86,7 @@ class Runs:
       held: the positions of state for frozen elements, with the number of their parameter; None: all of them.
       averages: for each average of frozen values its parameter, and how many elements rounding changes.
       copies: the other copies of frozen values that move, with their parameters.
+      counters: the positions of integers that count steps.
       thawed: the runs with larger counters, and positions, in which only the thawing of a group moves frozen elements.
       notes: the runs that could not be made, and what they would have shown.
     """
@@ -95,8 +96,8 @@ class Runs:
         step: Step,
         gradients: "ChangedGradients | None",
         steps: int,
-        batch: Any = True,
-        values: Any = True,
+        batches: Sequence[Any] = (),
+        values: Mapping[int, Any] | bool = True,
         branches: "UntakenBranches | None" = None,
     ) -> None:
         self.step, self.gradients, self.steps, self.branches = step, gradients, steps, branches
@@ -108,12 +109,11 @@ class Runs:
         pairs = {} if step.is_fresh else self._copies()
         self.watched |= dict.fromkeys(pairs, FROZEN)
         self.records: dict[str, Record] = {"": self._first()}
-        own = other_values(step) if values is True else dict(values or {})
+        own = values if isinstance(values, Mapping) else step.other_values() if values else {}
         self.averages = self._averages(pairs, own)
         self.copies = self._other_copies(pairs)
-        if batch is not False:
-            given = other_batch(step.batch) if batch is True else (tuple(batch), step.batch[1])
-            self._run(ANOTHER_BATCH, "other_batch", {}, given)
+        for batch in batches:
+            self._run(ANOTHER_BATCH, "other_batch", {}, batch)
         if values is not False:
             self._run_with_values(own)
         self._candidates = self._of_state()
@@ -121,14 +121,12 @@ class Runs:
         self._run_later()
         self.held = self._held()
         if branches is not None:
-            moved = {k for record in self.records.values() for k in record.moves}
-            self.notes += branches.note([i for i in step.frozen if step.params[i] in moved])
+            self.notes += branches.note([i for i in step.frozen if self.moves(step.params[i])])
 
     def _run_with_values(self, values: Mapping[int, Any]) -> None:
         """With other frozen values; averages that equal these begin as their copies, as they did before."""
-        start, places = self.step.start, self.step.params
-        copies = {k: places[i] for k, (i, *_) in self.averages.items() if places[i] in values}
-        equal = {k: like(start[k], to_device(values[at])) for k, at in copies.items()}
+        start, at = self.step.start, {k: self.step.params[i] for k, (i, *_) in self.averages.items()}
+        equal = {k: like(start[k], to_device(values[at[k]])) for k in at if at[k] in values}
         self._run(ANOTHER_VALUES, "other_values", {**values, **equal})
 
     def _run_with_state(self) -> None:
@@ -142,31 +140,16 @@ class Runs:
 
     def _first(self) -> Record:
         step, gradients = self.step, self.gradients
-        record, before = Record(self, step.start), step.start
+        record, before = Record(self, "", step.start), step.start
         for _ in range(self.steps):
             self._see(before)
             if gradients is None:
                 before, _ = step.advance(before)
                 record.add(before)
             else:
-                before = self._repeated(record, gradients, before)
-        self._counters = self._counters_of(before)
-        if gradients is not None:
-            gradients.counters = self._counters
-            gradients.ask_zeros()
+                before = gradients.repeat(before, record.add)
+        self.counters = self._counters_of(before)
         return record
-
-    def _repeated(self, record: Record, gradients: "ChangedGradients", before: State) -> State:
-        """The state after a step, which is repeated with other gradients; only two states are kept meanwhile."""
-        gradients.begin(before)
-        state, others = self.step.advance(before)
-        record.add(state)
-        plain = gradients.digests([*state, *others])
-        del state, others  # a large model has room for two states, not for three
-        gradients.react(before, plain)
-        state, others = self.step.advance(before)
-        gradients.compare(gradients.digests(before), plain, gradients.digests([*state, *others]))
-        return state
 
     def _see(self, state: State, batch: Any = None) -> None:
         if self.branches is not None:
@@ -185,7 +168,7 @@ class Runs:
     def _run(self, name: str, option: str, changes: Mapping[int, Any], batch: Any = None, steps: int = 0) -> None:
         step = self.step
         given = [changes.get(k, leaf) for k, leaf in enumerate(step.start)]
-        record, left = Record(self, given), steps or self.steps
+        record, left = Record(self, name, given), steps or self.steps
         try:
             self._see(given, batch)
             for state in step.run(left, changes, batch):
@@ -201,7 +184,7 @@ class Runs:
 
     def _run_later(self) -> None:
         """One step each with larger counters, for what a schedule hides in the first steps."""
-        for number, changes in self.step.later(self._counters):
+        for number, changes in self.step.later(self.counters):
             quiet, name, held = len(self.notes), f"counters at {number:,}", "groups as they are now"
             self._run(name, "", changes, steps=1)
             if self.step.group_steps and name in self.records and self.records[name].moves:
@@ -296,10 +279,11 @@ class Runs:
     def _held(self) -> dict[int, int | None]:
         """The state for frozen elements: of an optimizer, or a frozen parameter or its gradient proves it."""
         step, gradients = self.step, self.gradients
-        held = {k: i for k, i in self._candidates.items() if k in step.in_optimizer}
-        for k, i in self._candidates.items():
-            if i is not None and k not in held and self.reacts(step.params[i]):
-                held[k] = i
+        held = {
+            k: i
+            for k, i in self._candidates.items()
+            if k in step.in_optimizer or (i is not None and self.reacts(step.params[i]))
+        }
         for k, i in (gradients.state_of if gradients is not None else {}).items():
             if k not in self.averages and k not in self.copies and k not in step.kept:
                 held.setdefault(k, i)
@@ -308,8 +292,7 @@ class Runs:
     def statistics(self) -> list[int]:
         """The leaves of frozen modules that move as running averages do, and that no loss reads."""
         step, start = self.step, self.step.start
-        moved = [k for k in self._statistics if any(k in record.moves for record in self.records.values())]
-        moved = [k for k in moved if k not in self.averages and k not in self.held]
+        moved = [k for k in self._statistics if self.moves(k) and k not in self.averages and k not in self.held]
         if not moved:
             return []
         [plain] = step.run(1)
@@ -328,24 +311,23 @@ class Runs:
 
     def reacts(self, position: int) -> bool:
         """Whether frozen elements move with another state, and in another way than with the given one."""
-        record = self.records.get(ANOTHER_STATE)
-        return record is not None and position in record.moves and self.differ(ANOTHER_STATE, position)
+        return ANOTHER_STATE in self.moves(position) and self.differ(ANOTHER_STATE, position)
 
     def differ(self, name: str, position: int) -> bool:
         """Whether frozen elements have other values than in the first run."""
         if name not in self.records:
             return False
-        a, b = (self.records[each].digests.get(position) for each in ("", name))
+        moves = self.moves(position)
+        a, b = ((moves[each].step, moves[each].digests) if each in moves else None for each in ("", name))
         return a != b
 
-    def moves(self, position: int) -> dict[str, tuple[int, str]]:
-        """For each run in which frozen elements move, how many do, in which step, and how far."""
-        found = {name: record for name, record in self.records.items() if position in record.moves}
-        return {name: (record.moves[position].count, record.text(position, name)) for name, record in found.items()}
+    def moves(self, position: int) -> dict[str, Move]:
+        """How frozen elements move, in each run in which they do."""
+        return {name: record.moves[position] for name, record in self.records.items() if position in record.moves}
 
     def decays(self, position: int, names: Sequence[str]) -> bool:
         """Whether a leaf moves in proportion to itself, at one rate; at a rate of a few roundings further each step."""
-        found = [self.records[name].moves[position] for name in names if position in self.records[name].moves]
+        found = [move for name, move in self.moves(position).items() if name in names]
         rates = [move.changes[0].rate for move in found]
         epsilon = float(jnp.finfo(self.step.start[position].dtype).eps)  # a rate of Adam is often smaller
         if not rates or not all(rates) or not np.allclose(rates, rates[0], rtol=0.1, atol=epsilon):
@@ -359,7 +341,7 @@ class Runs:
 
     def is_rounding(self, position: int) -> bool:
         """Whether frozen elements move by units of the last place, if the step runs as it is."""
-        moved = {name: r.moves[position] for name, r in self.records.items() if position in r.moves}
+        moved = self.moves(position)
         found = [moved[name] for name in ("", ANOTHER_BATCH) if name in moved] or [*moved.values()]
         return all(move.changes[0].ulps <= 2 for move in found)
 

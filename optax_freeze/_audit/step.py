@@ -86,13 +86,12 @@ class Step:
         own = self._state(self.start)
         tree = _parameters(own, params)
         positions = {id(leaf): position for position, leaf in enumerate(self.start) if is_array(leaf)}
-        values = _tree.flatten(tree)[0]
         self.bits = self._other_frozen_leaves(tree, params, frozen)
         self.plan: Plan = make_plan(tree, frozen).in_state
         self.plan.refuse_all_frozen("there is nothing to audit", frozen)
         warn_of_no_proof(self.plan, tree, frozen, stacklevel=3)
         self.params: dict[int, int] = {}
-        for i, (leaf, value) in enumerate(zip(self.plan.leaves, values, strict=True)):
+        for i, (leaf, value) in enumerate(zip(self.plan.leaves, _tree.flatten(tree)[0], strict=True)):
             if isinstance(value, Part) or (is_array(value) and id(value) not in positions):
                 got = "a Part, from fz.partition" if isinstance(value, Part) else "a new array"
                 expected = "a leaf of the state"
@@ -248,22 +247,31 @@ class Step:
 
     def statistics(self) -> list[int]:
         """The positions of numbers that belong to a module of which all parameters are frozen."""
-        paths = [leaf.path for leaf in self.plan.leaves]
-        frozen = dict(zip(paths, (selection is FROZEN for selection in self.plan.selections), strict=True))
+        frozen = {leaf.path: self.is_frozen(i) for i, leaf in enumerate(self.plan.leaves)}
 
-        def is_frozen(path: str) -> bool:
+        def is_of_frozen(path: str) -> bool:
             names = path.split("/")[:-1]
             for ahead in range(len(names)):
                 for end in range(len(names), ahead, -1):
                     module = "/".join(names[ahead:end]) + "/"
-                    if found := [frozen[path] for path in paths if path.startswith(module)]:
+                    if found := [is_frozen for path, is_frozen in frozen.items() if path.startswith(module)]:
                         return all(found)
             return False
 
         own = {*self.params.values()}
         others = [k for k in range(len(self.start)) if k not in own and is_array(self.start[k])]
         numbers = [k for k in others if np.ndim(self.start[k]) and jnp.issubdtype(self.start[k].dtype, jnp.inexact)]
-        return [k for k in numbers if self.owner(k) is None and is_frozen(self.paths[k])]
+        return [k for k in numbers if self.owner(k) is None and is_of_frozen(self.paths[k])]
+
+    def other_values(self) -> dict[int, Any]:
+        """Other values for the frozen elements of all parameters, none of them zero, by position."""
+
+        def other(i: int, given: Any) -> Any:
+            value = to_device(given)
+            noise = np.random.default_rng(i).uniform(0.05, 0.1, np.shape(value)).astype(np.float32)
+            return to_memory_of(given, copy_like(self.plan.selections[i].choose(_moved(value, noise), value), value))
+
+        return {self.params[i]: other(i, self.start[self.params[i]]) for i in self.frozen}
 
     def _find_entries(self, state: PyTree) -> None:
         """Finds the entries of all subtrees of the state without parameters."""
@@ -307,17 +315,6 @@ def copy(leaf: Any) -> Any:
 def like(given: Any, value: Any) -> Any:
     """A value with the dtype, the devices and the memory of another one."""
     return to_memory_of(given, copy_like(value.astype(given.dtype), to_device(given)))
-
-
-def other_values(step: Step) -> dict[int, Any]:
-    """Other values for the frozen elements of all parameters, none of them zero, by position."""
-
-    def other(i: int, given: Any) -> Any:
-        value = to_device(given)
-        noise = np.random.default_rng(i).uniform(0.05, 0.1, np.shape(value)).astype(np.float32)
-        return to_memory_of(given, copy_like(step.plan.selections[i].choose(_moved(value, noise), value), value))
-
-    return {step.params[i]: other(i, step.start[step.params[i]]) for i in step.frozen}
 
 
 @jax.jit

@@ -70,11 +70,10 @@ class UntakenBranches:
     def note(self, moved: Sequence[int]) -> Iterator[str]:
         """Which frozen parameters a branch can write that was not taken."""
         can = {i for n, by in self._writers.items() for number in by.keys() - self._taken[n] for i in by[number]}
-        paths = [self._step.plan.leaves[i].path for i in self._leaves if i in can and i not in moved]
-        in_loops = [self._step.plan.leaves[i].path for i in self._leaves if i in self._in_loops and i not in moved]
-        for what, found in (("no run took a branch", paths), ("a loop has a branch", in_loops)):
-            if found:
-                yield f"{what} that can write {listed(found)}: whether it does is not known"
+        for what, found in (("no run took a branch", can), ("a loop has a branch", self._in_loops)):
+            paths = [self._step.plan.leaves[i].path for i in self._leaves if i in found and i not in moved]
+            if paths:
+                yield f"{what} that can write {listed(paths)}: whether it does is not known"
 
 
 def _keeps(branch: Any, result: int, operands: Sequence[Any], own: int) -> bool:
