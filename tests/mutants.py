@@ -325,7 +325,7 @@ _BY_FILE = {
     ("features/_arrays.py", "tests/test_features.py"): [
         ("if stored != size:", "if stored < size:", "-k damaged_features"),
         ("        if wrong.size:\n", "        if False:\n", "-k damaged_features"),
-        ("            os.ftruncate(file.fd, file.begin + record.entries * file.size)\n", "", "-k become_shorter"),
+        ("            os.ftruncate(file.fd, file.begin + entries * file.size)\n", "", "-k become_shorter"),
         ("np.stack(variants, axis=1).reshape", "np.stack(variants, axis=0).reshape", "-k variants_that_were_stopped"),
     ],
     ("features/_sequence.py", "tests/test_features.py"): [
