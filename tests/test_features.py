@@ -189,9 +189,9 @@ def computed(monkeypatch):
     sizes = []
     append = features.Writer.append
 
-    def spied(writer, record, arrays):
+    def spied(writer, arrays):
         sizes.append(len(arrays[0]))
-        append(writer, record, arrays)
+        append(writer, arrays)
 
     monkeypatch.setattr(features.Writer, "append", spied)
     return sizes

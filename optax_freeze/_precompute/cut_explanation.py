@@ -14,14 +14,7 @@ _MOST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """A value that is stored.
-
-    Attributes:
-      shape: its shape.
-      dtype: its dtype.
-      bytes: its size.
-      operation: the operation that computes it, with the source line.
-    """
+    """A value that is stored, and the operation that computes it, with the source line."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -31,17 +24,7 @@ class Feature:
 
 @dataclasses.dataclass(frozen=True)
 class CutExplanation(Explanation):
-    """Explains how :func:`optax_freeze.precompute` divides a function. Print it, or draw it with ``plot``.
-
-    Attributes:
-      features: the stored values, a tuple of :class:`Feature`.
-      flops_before: the number of floating-point operations of the forward pass that are computed once.
-      flops_after: the number of floating-point operations of the forward pass in each step.
-      not_needed: the paths of the leaves that a step no longer reads. Of a leaf frozen by rows, the step no longer
-        reads the frozen rows.
-      not_needed_bytes: the bytes of these leaves and rows.
-      stopped_by: on each path, the first operation that cannot be computed once, and the reason.
-    """
+    """How :func:`optax_freeze.precompute` divides a function, with the attributes that ``explain`` describes."""
 
     features: tuple[Feature, ...]
     flops_before: int

@@ -171,7 +171,7 @@ class Precomputed:
           An :class:`optax_freeze.typing.Explanation`, to be printed. ``plot(ax=None)`` draws the operations computed
           once and in each step. Its attributes: ``features`` (of each stored value ``shape``, ``dtype``, ``bytes`` and
           ``operation``) and their ``bytes``; ``flops_before`` and ``flops_after``, of the forward pass, computed once
-          and in each step; ``not_needed``, the paths of frozen leaves that a step no longer reads, and
+          and in each step; ``not_needed``, the paths of leaves of which a step no longer reads the frozen elements, and
           ``not_needed_bytes``; ``stopped_by``, on each path the first operation that cannot be computed once, and why.
         """
         return self._of_params(params, args, kwargs).explanation

@@ -154,7 +154,7 @@ def migrate(
         before_rename = entries_of(state, shapes | before.shapes)
         by_type = bool(_tree.walk(params).variables)
         if not by_type:
-            refuse_ambiguous(before, before_rename, new, params, reset)
+            refuse_ambiguous(before, before_rename, new)
         replaced = [entry for entry in before_rename if entry.leaf in before.replaced]
         old = [before.entry(entry) for entry in before_rename if entry.leaf not in before.replaced]
         _refuse_other_state(old, new, before, by_type=by_type)

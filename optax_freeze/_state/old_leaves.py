@@ -68,9 +68,9 @@ class LeavesBefore:
         }
         nodes: list[Any] = []
         if paths and not self.anew >= self.floating:
-            resize = {path: Resized(self.moved[path].axis if path in self.moved else 0, 1, False) for path in paths}
+            resize = {path: Resized(1, self.moved[path].axis if path in self.moved else 0, False) for path in paths}
             with contextlib.suppress(Exception):  # an optimizer or a spec may refuse any number of rows
-                nodes = jax.tree.leaves(init_shapes(tx, params, resize=resize).state)
+                nodes = jax.tree.leaves(init_shapes(tx, params, resize).state)
         longer = iter(nodes)
         for entry in fresh if nodes else ():
             shapes = [next(longer).shape for _ in entry.arrays]
@@ -225,17 +225,14 @@ def _bad_rows(path: str, got: str, expected: str, fix: str) -> ValueError:
     return value_error("rows that do not fit", at=path, got=got, expected=expected, fix=fix)
 
 
-def refuse_ambiguous(
-    before: LeavesBefore, old: Sequence[Entry], fresh: Sequence[Entry], params: PyTree, reset: Any
-) -> None:
-    whole, rows_anew = _resets(reset, params)
-    others = {None, *before.kept}
-    new = {entry.leaf: entry.shape for entry in fresh if entry.arrays and entry.leaf not in others}
+def refuse_ambiguous(before: LeavesBefore, old: Sequence[Entry], fresh: Sequence[Entry]) -> None:
+    known = {None, *before.kept, *before.anew}
+    new = {entry.leaf: entry.shape for entry in fresh if entry.arrays and entry.leaf not in known}
     gone = [path for path, target in before.names.items() if target is not None and target not in before.paths]
     held = {entry.leaf for entry in old if entry.arrays}
     for path in gone:
         for other, shape in new.items():
-            if path in held and before.shapes[path] == shape and other not in whole and other not in rows_anew:
+            if path in held and before.shapes[path] == shape:
                 raise value_error(
                     "a leaf is gone, and a new one has its shape",
                     at=path,

@@ -78,9 +78,9 @@ def searched(
         for axis, size in itertools.product(
             range(len(shape)), {n for _, shapes in its for each in shapes for n in each}
         ):
-            resize = {path: Resized(axis, size - shape[axis], False)}
+            resize = {path: Resized(size - shape[axis], axis, False)}
             with contextlib.suppress(Exception):  # an optimizer or a spec may refuse any number of rows
-                made = init_shapes(tx, params, resize=resize).state
+                made = init_shapes(tx, params, resize).state
                 nodes = iter(jax.tree.leaves(made))
                 arrays = [(entry, [next(nodes).shape for _ in entry.arrays]) for entry in fresh]
                 if sorted((e.address, a) for e, a in arrays if e.leaf == path and a) == sorted(its):

@@ -33,9 +33,9 @@ Axes: TypeAlias = tuple[int | None, ...]
 class Resized(NamedTuple):
     """How many more rows of a leaf there are along ``axis``, or, if it trains in part, how many more train."""
 
-    axis: int
     more: int
-    in_part: bool
+    axis: int = 0
+    in_part: bool = True
 
     def whole(self, node: Any) -> Any:
         """The shape of a leaf that trains as a whole, or its ``Part``."""
@@ -54,11 +54,12 @@ class Shapes(NamedTuple):
     calls: list[int]
 
 
-def init_shapes(tx: Any, params: PyTree, more: int = 0, resize: Mapping[str, Resized] = {}) -> Shapes:
-    """The shapes of ``tx.init(params)``, with ``more`` rows or compact elements of each leaf that trains in part.
+def init_shapes(tx: Any, params: PyTree, resize: Mapping[str, Resized] = {}, more: int = 0) -> Shapes:
+    """The shapes of ``tx.init(params)``, for other numbers of rows or compact elements of leaves, by their paths.
 
-    ``resize`` says it for each leaf; those that it does not name keep their rows then.
+    Leaves that ``resize`` does not name have ``more`` of them if they train in part.
     """
+    resized_of = lambda path: resize.get(path, Resized(more))  # noqa: E731
     made: list[Any] = []
 
     def change(plans: Any) -> Any:
@@ -68,17 +69,12 @@ def init_shapes(tx: Any, params: PyTree, more: int = 0, resize: Mapping[str, Res
         return resized(plans)
 
     def resized(plan: Plan) -> Plan:
-        more_of = lambda path: resize[path].more if path in resize else 0 if resize else more  # noqa: E731
-        by_leaf = ((selection, more_of(leaf.path)) for leaf, selection in plan.entries())
-        return dataclasses.replace(plan, selections=tuple(_resized(each, rows) for each, rows in by_leaf))
+        selections = (_resized(each, resized_of(leaf.path).more) for leaf, each in plan.entries())
+        return dataclasses.replace(plan, selections=tuple(selections))
 
     nodes, treedef = _tree.flatten(jax.tree.map(_tree.struct_of, params))
     pairs = zip(_tree.paths(params), nodes, strict=True)
-    nodes = [
-        resize[path].whole(node) if path in resize else _longer(node, more) if isinstance(node, Part) else node
-        for path, node in pairs
-    ]
-    params = jax.tree.unflatten(treedef, nodes)
+    params = jax.tree.unflatten(treedef, [resized_of(path).whole(node) for path, node in pairs])
     state = eval_init(lambda params: init_with(change, tx.init, params), params)
     return Shapes(state, [[its is node.plan.leaves for its in made].index(True) for node in states_in(state)])
 
@@ -87,49 +83,30 @@ def row_axes(nodes: Sequence[Any], tx: Any, params: PyTree) -> tuple[list[Axes],
     """For each of the ``nodes`` of ``tx.init(params)`` the axes of the rows, and whether these are certain."""
     now = list(map(jax.tree.leaves, nodes))
     # Adafactor takes the two longest axes: with one row more, or one less, another pair may be the longest.
-    longer = _differences(now, _arrays(nodes, tx, params, 1))
+    longer = _differences(now, _arrays(nodes, tx, params, more=1))
     axes = [tuple(None if axis == "rank" else axis for axis in each) for each in longer]
     if all(map(_has_shape_of_part, nodes)):
         return axes, [True] * len(axes)
-    shorter = _differences(now, _arrays(nodes, tx, params, -1))
+    shorter = _differences(now, _arrays(nodes, tx, params, more=-1))
     return axes, [a == b and "rank" not in a for a, b in zip(longer, shorter, strict=True)]
 
 
-def axes_of_moved(
-    nodes: Sequence[Any], tx: Any, params: PyTree, resize: Mapping[str, Resized]
-) -> tuple[list[Any], list[Any], list[list[tuple[int, ...]]]] | None:
-    """:func:`row_axes` of leaves that had other rows before: ``resize`` says how many more.
-
-    Returns the axes now and before, "rank" where they are not certain, and the shapes before; None if ``init`` does not
-    take as many rows.
-    """
-
-    def arrays(more: int, *, before: bool) -> list[list[Any]]:
-        resized = {path: each._replace(more=more + each.more * before) for path, each in resize.items()}
-        return _arrays(nodes, tx, params, resize=resized)
-
-    def axes(*, before: bool) -> list[Any]:
-        base, *others = (arrays(more, before=before) for more in (0, 1, -1))
-        pairs = zip(*(_differences(base, each) for each in others), strict=True)
-        return [tuple(a if a == b else "rank" for a, b in zip(*pair, strict=True)) for pair in pairs]
-
-    try:
-        then = [[tuple(array.shape) for array in each] for each in arrays(0, before=True)]
-        return axes(before=False), axes(before=True), then
-    except Exception:  # an optimizer or a spec may refuse any number of rows
-        return None
-
-
 def _arrays(
-    nodes: Sequence[Any], tx: Any, params: PyTree, more: int = 0, resize: Mapping[str, Resized] = {}
+    nodes: Sequence[Any], tx: Any, params: PyTree, resize: Mapping[str, Resized] = {}, more: int = 0
 ) -> list[list[Any]]:
     """The shapes of the arrays of each node, for other rows as :func:`init_shapes` has them."""
-    found = iter(jax.tree.leaves(init_shapes(tx, params, more, resize).state))
+    found = iter(jax.tree.leaves(init_shapes(tx, params, resize, more).state))
     return [[next(found) for _ in jax.tree.leaves(node)] for node in nodes]
 
 
 def _differences(nodes: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     return [tuple(map(first_difference, *pair)) for pair in zip(nodes, others, strict=True)]
+
+
+def _certain_axes(base: Any, longer: Any, shorter: Any) -> list[tuple[Any, ...]]:
+    """The axes of the rows, "rank" where one row more and one less do not tell the same."""
+    pairs = zip(_differences(base, longer), _differences(base, shorter), strict=True)
+    return [tuple(a if a == b else "rank" for a, b in zip(*pair, strict=True)) for pair in pairs]
 
 
 def _has_shape_of_part(node: Any) -> bool:
@@ -197,19 +174,25 @@ def moved_axes(entries: Sequence[Entry], olds: Sequence[Sequence[Entry]], tx: An
         if _is_along(entry.selection, old.moved.axis) and _is_along(old.selection, old.moved.axis):
             before, now = rows_along(old.selection, old.moved.size), rows_along(entry.selection, len(old.moved.rows))
             more = len(before) - len(now)
-            resize[str(entry.leaf)].add(Resized(old.moved.axis, more, entry.selection is not TRAINABLE))
+            resize[str(entry.leaf)].add(Resized(more, old.moved.axis, entry.selection is not TRAINABLE))
             found[i] = old
-    known = {path: each.copy().pop() for path, each in resize.items() if len(each) == 1}
+    known = {path: one for path, (one, *others) in resize.items() if not others}
     found = {i: old for i, old in found.items() if entries[i].leaf in known}
-    axes = axes_of_moved([entry.value for entry in entries], tx, params, known) if found else None
-    if axes is None:
+    if not found:
         return {}
-    now, before, shapes = axes
-    fits = {
-        i: now[i] == before[i] and "rank" not in now[i] and shapes[i] == [np.shape(array) for array in old.arrays]
-        for i, old in found.items()
-    }
-    return {i: now[i] for i, fit in fits.items() if fit}
+    nodes = [entry.value for entry in entries]
+
+    def arrays(more: int, *, before: bool) -> list[list[Any]]:
+        resized = {path: each._replace(more=more + each.more * before) for path, each in known.items()}
+        return _arrays(nodes, tx, params, resized)
+
+    try:
+        now, then = ([arrays(more, before=before) for more in (0, 1, -1)] for before in (False, True))
+    except Exception:  # an optimizer or a spec may refuse any number of rows
+        return {}
+    axes, axes_then = _certain_axes(*now), _certain_axes(*then)
+    has_shapes = {i: [x.shape for x in then[0][i]] == list(map(np.shape, old.arrays)) for i, old in found.items()}
+    return {i: axes[i] for i in found if axes[i] == axes_then[i] and "rank" not in axes[i] and has_shapes[i]}
 
 
 def _is_along(selection: Selection | None, axis: int) -> bool:

@@ -28,7 +28,7 @@ from optax_freeze._spec.resolve import FreezeWarning
 from optax_freeze._spec.selection import DenseMask, DynamicRowIndex, Selection
 from optax_freeze._spec.selector_algebra import Choice, Choices, ResolvedSpec
 from optax_freeze._spec.tree import Part, PyTree
-from optax_freeze._state.own_states import masks_in
+from optax_freeze._state.own_states import masks_in, outermost_states
 from optax_freeze._verify import saved_base
 from optax_freeze._verify.fingerprint import array_digest, as_texts
 
@@ -68,8 +68,8 @@ class Record:
     written: Written
 
     def as_json(self) -> dict[str, Any]:
-        leaves, state = ([x.as_json() for x in each or ()] for each in (self.leaves, self.opt_state))
-        state = None if self.opt_state is None else state
+        leaves = [leaf.as_json() for leaf in self.leaves]
+        state = None if self.opt_state is None else [array.as_json() for array in self.opt_state]
         written = {item: {n: x.as_json() for n, x in arrays.items()} for item, arrays in self.written.items()}
         plans = [digest.hex() for digest in self.plans]
         return {"format": saved_base.FORMAT, "leaves": leaves, "opt_state": state, "plans": plans, "written": written}
@@ -134,9 +134,7 @@ def digests_of(opt_state: PyTree) -> list[bytes]:
 
 
 def _plans_of(opt_state: PyTree) -> list[Any]:
-    kinds = Plan, GroupPlans
-    found = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
-    return [node for node in found if isinstance(node, kinds)]
+    return [plan for _, plan in outermost_states(opt_state, (Plan, GroupPlans))]
 
 
 def mask_struct(leaf: saved_base.LeafRecord) -> Any:
@@ -175,18 +173,16 @@ def reading(step: str, item: str) -> Iterator[None]:
 
 def read_record(step: str) -> Record:
     """Reads the record of a checkpoint. A ``ValueError`` names a field that is missing or invalid."""
-
     with reading(step, "spec"), ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
         record = saved_base.Field(checkpointer.restore(epath.Path(step) / "spec"), functools.partial(damaged, step))
     saved_base.refuse_newer(record, step, "the checkpoint was")
     leaves, state = saved_base.leaves_of_json(record["leaves"]), record["opt_state"]
-    items = {item: arrays.entries() for item, arrays in record["written"].entries().items()}
     written = {
         item: {
             number: ArrayRecord(array["dtype"].dtype(), array["fingerprint"].fingerprint())
-            for number, array in arrays.items()
+            for number, array in arrays.entries().items()
         }
-        for item, arrays in items.items()
+        for item, arrays in record["written"].entries().items()
     }
     plans = [digest.digits() for digest in record["plans"].items("digests")]
     state = None if state.value is None else [_state_of_json(x) for x in state.items("arrays")]

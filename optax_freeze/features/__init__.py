@@ -93,9 +93,8 @@ def write(
             _record.refuse_other_variants(record, variants)
             _record.refuse_other_params(record, leaves)
         features_of = computation(once, params, others, kwargs, variants)
-        done, count = len(record.batches) if record else 0, 0
+        done, count, writing = len(record.batches) if record else 0, 0, None
         with _progress_bar(batches, progress) as show:
-            writing = _Writing(where, show)
             for count, batch in enumerate(batches, 1):
                 digest, shapes, compute = features_of(batch, count)
                 record = record or _record.begin(where, shapes, leaves, variants)
@@ -104,20 +103,19 @@ def write(
                     _record.refuse_other_batch(record, digest, count)
                     show()
                 else:
-                    writing.add(record, digest, compute)
-            if record:
-                writing.end(record)
-        if record is None or count < max(done, 1):
-            raise value_error(
-                "there are fewer batches than are stored" if done else "there are no batches",
-                at="batches",
-                got=counted(count, "batch", "batches"),
-                expected=f"at least the {done} that are stored" if done else "at least one",
-                fix="give the same batches each time: a list, or a new iterator",
-            )
-        if not record.complete:
-            writing.finish(record)
-            _record.complete(where, record)
+                    writing = writing or _Writing(where, record, show)
+                    writing.add(digest, compute)
+            if record is None or count < max(done, 1):
+                raise value_error(
+                    "there are fewer batches than are stored" if done else "there are no batches",
+                    at="batches",
+                    got=counted(count, "batch", "batches"),
+                    expected=f"at least the {done} that are stored" if done else "at least one",
+                    fix="give the same batches each time: a list, or a new iterator",
+                )
+            if not record.complete:
+                writing = writing or _Writing(where, record, show)
+                writing.finish()
 
 
 @contextlib.contextmanager
@@ -142,32 +140,29 @@ def _progress_bar(batches: Iterable[Any], progress: bool) -> Iterator[Callable[.
 class _Writing:
     """Writes the features of a batch while those of the next one are computed."""
 
-    def __init__(self, where: str, show: Callable[..., None]) -> None:
-        self._where, self._show = where, show
-        self._writer: Any = None
+    def __init__(self, where: str, record: _record.Record, show: Callable[..., None]) -> None:
+        self._where, self._record, self._show = where, record, show
+        self._writer = Writer(where, record)
         self._waiting: Any = None
         self._synced = time.monotonic()
 
-    def add(self, record: _record.Record, digest: str, compute: Callable[[], list[Features]]) -> None:
-        self._writer = self._writer or Writer(self._where, record)
+    def add(self, digest: str, compute: Callable[[], list[Features]]) -> None:
         before, self._waiting = self._waiting, (digest, compute())
         if before:
-            self._store(record, *before)
+            self._store(*before)
 
-    def end(self, record: _record.Record) -> None:
+    def finish(self) -> None:
         """After the last batch."""
         if self._waiting:
-            self._store(record, *self._waiting)
+            self._store(*self._waiting)
+        self._writer.finish()
+        _record.complete(self._where, self._record)
 
-    def finish(self, record: _record.Record) -> None:
-        """When all is stored: gives the files their final shape."""
-        (self._writer or Writer(self._where, record)).finish(record)
-
-    def _store(self, record: _record.Record, digest: str, features: list[Features]) -> None:
+    def _store(self, digest: str, features: list[Features]) -> None:
         on_hosts = [[on_host(array, "the features") for array in each] for each in features]
         arrays = [*map(by_example, zip(*on_hosts, strict=True))]
-        self._writer.append(record, arrays)
-        _record.add_batch(self._where, record, digest, len(arrays[0]))
+        self._writer.append(arrays)
+        _record.add_batch(self._where, self._record, digest, len(arrays[0]))
         if time.monotonic() > self._synced + _SECONDS:
             self._writer.sync()
             sync(os.path.join(self._where, _record.FILE))

@@ -124,30 +124,32 @@ class Writer:
     """Appends entries to the files."""
 
     def __init__(self, where: str, record: Record) -> None:
+        self._record = record
         self._files = _opened(where, record, os.O_RDWR | os.O_CREAT)
         for file in self._files:
             file.write(0, file.header(0))
 
-    def append(self, record: Record, arrays: Sequence[np.ndarray]) -> None:
+    def append(self, arrays: Sequence[np.ndarray]) -> None:
         """Writes entries after those of the record, over what a stopped process may have left there."""
         checksums, *files = self._files
-        found = [0] * len(arrays[0])
+        stored, found = self._record.entries, [0] * len(arrays[0])
         for file, array in zip(files, arrays, strict=True):
             view = _as_bytes(np.ascontiguousarray(array))
-            file.write(file.begin + record.entries * file.size, view)
+            file.write(file.begin + stored * file.size, view)
             rows = (view[k * file.size : (k + 1) * file.size] for k in range(len(found)))
             found = [*map(zlib.crc32, rows, found)]
-        checksums.write(checksums.begin + record.entries * checksums.size, np.array(found, np.uint32))
+        checksums.write(checksums.begin + stored * checksums.size, np.array(found, np.uint32))
 
     def sync(self) -> None:
         for file in self._files:
             os.fsync(file.fd)
 
-    def finish(self, record: Record) -> None:
+    def finish(self) -> None:
         """Gives the files their final shape."""
+        entries = self._record.entries
         for file in self._files:
-            file.write(0, file.header(record.entries))
-            os.ftruncate(file.fd, file.begin + record.entries * file.size)
+            file.write(0, file.header(entries))
+            os.ftruncate(file.fd, file.begin + entries * file.size)
         self.sync()
 
 

@@ -55,12 +55,9 @@ def base_of(params: PyTree, once: Precomputed) -> list[saved_base.LeafRecord]:
 def begin(where: str, shapes: Features, leaves: list[saved_base.LeafRecord], variants: int) -> Record:
     record = Record(leaves, shapes.cut, [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in shapes], variants)
     file = os.path.join(where, FILE)
-    header = {
-        "cut": record.cut,
-        "variants": variants,
-        "features": list(map(saved_base.struct_as_json, record.features)),
-    }
-    header |= {"format": saved_base.FORMAT, "leaves": [leaf.as_json() for leaf in leaves]}
+    structs = [saved_base.struct_as_json(struct) for struct in record.features]
+    header = {"cut": record.cut, "variants": variants, "features": structs, "format": saved_base.FORMAT}
+    header["leaves"] = [leaf.as_json() for leaf in leaves]
     open(f"{file}.new", "wb").close()
     _append(f"{file}.new", record, header)
     sync(f"{file}.new")
@@ -114,7 +111,8 @@ def read_record(
         raise FileNotFoundError(message("there are no features", at=where, got=got, expected=expected, fix=fix))
     with open(file, "rb") as stored:
         lines = stored.read().splitlines(keepends=True)
-    contents, ends, checksum, size = [], [], 0, 0
+    error = lambda field, got, expected: damaged(f"{file}: {field}", got, expected)  # noqa: E731
+    found, checksum, size = [], 0, 0
     for number, line in enumerate(lines, 1):
         text, _, told = line.rpartition(b" ")
         if told != b"%08x\n" % zlib.crc32(text, checksum):
@@ -122,24 +120,21 @@ def read_record(
                 break
             raise damaged(f"{file}: line {number}", f"{len(line)} bytes with another checksum")
         checksum, size = zlib.crc32(text, checksum), size + len(line)
-        contents.append(json.loads(text))
-        ends.append({"checksum": checksum, "size": size})
-    if not contents:
+        found.append((saved_base.Field(json.loads(text), error), checksum, size))
+    if not found:
         raise damaged(file, "an empty file")
-    header, *others = [
-        saved_base.Field(content, lambda field, got, expected: damaged(f"{file}: {field}", got, expected))
-        for content in contents
-    ]
+    header, checksum, size = found[0]
     saved_base.refuse_newer(header, where, "the features were")
     record = Record(
         saved_base.leaves_of_json(header["leaves"]),
         header["cut"].text(),
         [feature.struct() for feature in header["features"].items("arrays")],
         header["variants"].number(1),
-        **ends[0],
+        checksum=checksum,
+        size=size,
     )
     most = held(where, record)
-    for line, end in zip(others, ends[1:], strict=True):
+    for line, checksum, size in found[1:]:
         if "complete" in line.entries():
             record.complete = line["complete"].flag()
         elif line["examples"].number(record.examples + 1) * record.variants > most:
@@ -147,7 +142,7 @@ def read_record(
         else:
             record.batches.append(line["batch"].text())
             record.examples = line["examples"].number()
-        record.checksum, record.size = end["checksum"], end["size"]
+        record.checksum, record.size = checksum, size
     return record
 
 

@@ -229,14 +229,13 @@ def apply(params: _Tree, *patches: Patch, base: bool = True) -> _Tree:
     for each in patches:
         refuse_missing(each, walk.paths)
         if base:
-            choices = {leaf.path: each._choice(leaf, getattr(leaf.struct, "shape", None)) for leaf in each._leaves}
-            refuse_other_base(params, each, walk, leaves, choices)
+            refuse_other_base(params, each, walk, leaves)
         else:
             refuse_misfits(each, own)
     refuse_overlap(patches, own)
     for each in patches:
-        for leaf in each._own:
-            own[leaf.path] = put_patch(own[leaf.path], each, leaf)
+        for trained in each._own:
+            own[trained.leaf.path] = put_patch(own[trained.leaf.path], trained)
     return jax.tree.unflatten(walk.treedef, list(own.values()))
 
 

@@ -17,7 +17,7 @@ from optax_freeze._spec.selection import FROZEN, TRAINABLE, RowSelection
 from optax_freeze._spec.tree import Leaf, PyTree
 from optax_freeze._verify import saved_base
 from optax_freeze._verify.saved_base import LeafRecord
-from optax_freeze.patch._layout import VALUES, trained
+from optax_freeze.patch._layout import VALUES, TrainedLeaf
 from optax_freeze.patch._patch import Patch
 
 _FIX = "give the parameters that the run started from"
@@ -33,9 +33,7 @@ def refuse_missing(patch: Patch, paths: Sequence[str]) -> None:
         raise value_error(what, at=missing[:3], got=got, expected=expected, fix=fix)
 
 
-def refuse_other_base(
-    params: PyTree, patch: Patch, walk: _tree.Walk, leaves: Sequence[Leaf], choices: Mapping[str, Any]
-) -> None:
+def refuse_other_base(params: PyTree, patch: Patch, walk: _tree.Walk, leaves: Sequence[Leaf]) -> None:
     saved = {leaf.path: leaf for leaf in patch._leaves}
 
     def now(spec: Mapping[str, Any], fingerprints: bool) -> list[LeafRecord]:
@@ -50,7 +48,7 @@ def refuse_other_base(
     fix = f"{_FIX}; patches of one base together, patch.apply(params, one, other); or base=False, for another base, or "
     fix += "if the run trained more than is in the patch"
     told = "the frozen bits that were there when the patch was taken"
-    saved_base.refuse_other_base(expected, now(choices, fingerprints=True), "the patch", told, fix)
+    saved_base.refuse_other_base(expected, now(patch._choices, fingerprints=True), "the patch", told, fix)
 
 
 def refuse_misfits(patch: Patch, own: Mapping[str, Any]) -> None:
@@ -76,25 +74,25 @@ def refuse_misfits(patch: Patch, own: Mapping[str, Any]) -> None:
 def refuse_overlap(patches: Sequence[Patch], own: Mapping[str, Any]) -> None:
     found: dict[str, Any] = {}
     for each in patches:
-        for leaf in each._own:
-            shape = shape_of(own[leaf.path])
-            here = trained(leaf, each.tensors, each._names[leaf.path], shape)
-            before = found.get(leaf.path, np.zeros((1,) * len(shape), bool))
+        for its in each._own:
+            path = its.leaf.path
+            shape = shape_of(own[path])
+            here, before = its.trained(shape), found.get(path, np.zeros((1,) * len(shape), bool))
             both = np.broadcast_to(before & here, shape)
             if both.any():
                 got = f"{counted(int(both.sum()), 'element', 'elements')} of shape {shape} in two patches"
                 what, fix = "two patches have a value for the same element", "apply only one of them"
-                raise value_error(what, at=leaf.path, got=got, expected="each element in one patch", fix=fix)
-            found[leaf.path] = before | here
+                raise value_error(what, at=path, got=got, expected="each element in one patch", fix=fix)
+            found[path] = before | here
 
 
-def put_patch(own: Any, patch: Patch, leaf: LeafRecord) -> Any:
-    name, shape = patch._names[leaf.path], shape_of(own)
+def put_patch(own: Any, trained: TrainedLeaf) -> Any:
+    (leaf, name, tensors), shape = trained, shape_of(own)
     fix = "use a wider dtype in `params`"
     if leaf.selection is TRAINABLE:
-        value, longer = np.array(patch.tensors[name]), growth_of(leaf.path, own, leaf.struct)
+        value, longer = np.array(tensors[name]), growth_of(leaf.path, own, leaf.struct)
         return loaded(own, value, leaf.path, fix=fix) if longer is None else grown(own, value, *longer[:2], fix)
-    choice = patch._choice(leaf, shape)
+    choice: Any = trained.choice(shape)
     mask = elements(choice.array, compact=True) if isinstance(choice, Elements) else choice
     selection = mask.fit(Leaf(leaf.path, shape, dtype_of(own)))
-    return put(own, patch.tensors[name + VALUES], selection, leaf.path, fix)
+    return put(own, tensors[name + VALUES], selection, leaf.path, fix)

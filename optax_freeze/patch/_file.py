@@ -21,7 +21,7 @@ from optax_freeze._report.safetensors_format import DTYPES, imported
 from optax_freeze._spec.selection import FROZEN
 from optax_freeze._verify.one_writer import sync
 from optax_freeze._verify.saved_base import FORMAT, Field, LeafRecord, leaves_of_json, refuse_newer
-from optax_freeze.patch._layout import numbers_fit, tensors_of
+from optax_freeze.patch._layout import TrainedLeaf
 
 KEY = "optax_freeze.patch"
 """The record in the metadata of the file."""
@@ -144,18 +144,19 @@ def _array(tensor: Mapping[str, Any]) -> np.ndarray:
 def _refuse_other_tensors(
     leaves: Sequence[LeafRecord], names: Mapping[str, str], tensors: Mapping[str, np.ndarray], damaged: Any
 ) -> None:
-    own, expected = [leaf for leaf in leaves if leaf.path in names], {}
-    for leaf in own:
-        if leaf.struct is None:
-            raise damaged(f"leaves: {leaf.path}", "an object that trains", "an array")
-        expected |= tensors_of(leaf, tensors, names[leaf.path])
+    own = [TrainedLeaf(leaf, names[leaf.path], tensors) for leaf in leaves if leaf.path in names]
+    expected: dict[str, Any] = {}
+    for each in own:
+        if each.leaf.struct is None:
+            raise damaged(f"leaves: {each.leaf.path}", "an object that trains", "an array")
+        expected |= each.structs()
     told = [{name: f"{x.dtype}{list(x.shape)}" for name, x in found.items()} for found in (tensors, expected)]
     if differ := sorted(name for name, _ in told[0].items() ^ told[1].items()):
         got, wanted = (each.get(differ[0], "nothing") for each in told)
         raise damaged(differ[0], got, wanted)
-    for leaf in own:
-        if not numbers_fit(leaf, tensors, names[leaf.path]):
-            raise damaged(names[leaf.path], "other numbers", "ascending numbers of rows or elements of the leaf")
+    for each in own:
+        if not each.numbers_fit():
+            raise damaged(each.name, "other numbers", "ascending numbers of rows or elements of the leaf")
 
 
 def _damaged(where: str, field: str, got: str, expected: str) -> ValueError:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -70,68 +70,66 @@ def index_dtype(shape: tuple[int, ...]) -> Any:
     return np.dtype(np.int32 if math.prod(shape) < 2**31 else np.int64)
 
 
-def tensors_of(leaf: LeafRecord, tensors: Mapping[str, np.ndarray], name: str) -> dict[str, Any]:
-    """The shape and dtype of each tensor of a leaf; how many elements of a dense mask there are, its indices say."""
-    struct, selection = leaf.struct, leaf.selection
-    assert struct is not None
-    if isinstance(selection, RowSelection):
-        values = jax.ShapeDtypeStruct(selection.shape_of_part(struct.shape), struct.dtype)
-        return {f"{name}{VALUES}": values, f"{name}{ROWS}": jax.ShapeDtypeStruct((selection.count,), np.int32)}
-    if isinstance(selection, DenseMask):
-        indices = tensors.get(f"{name}{INDICES}")
-        count = selection.count if indices is None or selection.compact else indices.size
-        count = jax.ShapeDtypeStruct((count or 0,), index_dtype(struct.shape))
-        return {f"{name}{VALUES}": count.update(dtype=struct.dtype), f"{name}{INDICES}": count}
-    return {} if selection is FROZEN else {name: struct}
+class TrainedLeaf(NamedTuple):
+    """A leaf that trains, and the tensors of its file, in which its own begin with its name there."""
 
+    leaf: LeafRecord
+    name: str
+    tensors: Mapping[str, np.ndarray]
 
-def numbers_fit(leaf: LeafRecord, tensors: Mapping[str, np.ndarray], name: str) -> bool:
-    """Whether the numbers of rows or elements ascend, and are those of a leaf."""
-    if isinstance(leaf.selection, RowSelection):
-        numbers, size = tensors[f"{name}{ROWS}"], leaf.selection.size
-    elif isinstance(leaf.selection, DenseMask):
-        numbers, size = tensors[f"{name}{INDICES}"], math.prod(leaf.struct.shape)  # type: ignore[union-attr]
-    else:
-        return True
-    return bool(np.all(np.diff(numbers) > 0) and np.all((numbers >= 0) & (numbers < size)))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.leaf.struct.shape  # type: ignore[union-attr]
 
+    @property
+    def numbers(self) -> np.ndarray:
+        """The numbers of its rows, or of its elements in the flattened leaf."""
+        return self.tensors[self.name + (ROWS if isinstance(self.leaf.selection, RowSelection) else INDICES)]
 
-def indices_in(shape: tuple[int, ...], leaf: LeafRecord, tensors: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """The flat indices of the elements in a leaf of a shape that may be longer than the recorded one."""
-    indices, old = tensors[f"{name}{INDICES}"], leaf.struct.shape  # type: ignore[union-attr]
-    return indices if shape == old else np.ravel_multi_index(np.unravel_index(indices, old), shape)
+    def structs(self) -> dict[str, Any]:
+        """The shape and dtype of each of its tensors; how many elements of a dense mask there are, its indices say."""
+        struct, selection, name = self.leaf.struct, self.leaf.selection, self.name
+        assert struct is not None
+        if isinstance(selection, RowSelection):
+            values = jax.ShapeDtypeStruct(selection.shape_of_part(struct.shape), struct.dtype)
+            return {f"{name}{VALUES}": values, f"{name}{ROWS}": jax.ShapeDtypeStruct((selection.count,), np.int32)}
+        if isinstance(selection, DenseMask):
+            indices = self.tensors.get(f"{name}{INDICES}")
+            count = selection.count if indices is None or selection.compact else indices.size
+            count = jax.ShapeDtypeStruct((count or 0,), index_dtype(struct.shape))
+            return {f"{name}{VALUES}": count.update(dtype=struct.dtype), f"{name}{INDICES}": count}
+        return {name: struct}
 
+    def numbers_fit(self) -> bool:
+        """Whether the numbers of rows or elements ascend, and are those of the leaf."""
+        selection = self.leaf.selection
+        if selection is TRAINABLE:
+            return True
+        size = selection.size if isinstance(selection, RowSelection) else math.prod(self.shape)
+        return bool(np.all(np.diff(self.numbers) > 0) and np.all((self.numbers >= 0) & (self.numbers < size)))
 
-def choice_of_leaf(leaf: LeafRecord, tensors: Mapping[str, np.ndarray], name: str, shape: Any) -> Choice:
-    """What the spec of a patch says about a leaf of this shape."""
-    selection = leaf.selection
-    if isinstance(selection, RowSelection):
-        numbers = tensors[f"{name}{ROWS}"]
-        start, stop = int(numbers[0]), int(numbers[-1]) + 1
-        index = slice(start, stop) if stop - start == len(numbers) else numbers.tolist()
-        return ~rows(index, selection.axis)
-    if isinstance(selection, DenseMask):
-        return elements(_frozen(indices_in(shape, leaf, tensors, name), shape), compact=selection.compact)
-    return selection is FROZEN
+    def choice(self, shape: tuple[int, ...]) -> Choice:
+        """What the spec of a patch says about the leaf, in a shape that may be longer than the recorded one."""
+        selection = self.leaf.selection
+        if isinstance(selection, RowSelection):
+            start, stop = int(self.numbers[0]), int(self.numbers[-1]) + 1
+            is_run = stop - start == len(self.numbers)
+            return ~rows(slice(start, stop) if is_run else self.numbers.tolist(), selection.axis)
+        return isinstance(selection, DenseMask) and elements(~self.trained(shape), compact=selection.compact)
 
-
-def _frozen(indices: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    mask = np.ones(shape, bool)
-    mask.flat[indices] = False
-    return mask
-
-
-def trained(leaf: LeafRecord, tensors: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Where a patch has values of a leaf: a boolean array that broadcasts against it."""
-    if isinstance(leaf.selection, RowSelection):
-        found = np.zeros(shape[leaf.selection.axis], bool)
-        found[tensors[f"{name}{ROWS}"]] = True
-        return np.expand_dims(found, tuple(i for i in range(len(shape)) if i != leaf.selection.axis))
-    if isinstance(leaf.selection, DenseMask):
-        return ~_frozen(indices_in(shape, leaf, tensors, name), shape)
-    old = leaf.struct.shape  # type: ignore[union-attr]
-    if shape == old:
-        return np.ones((1,) * len(shape), bool)
-    found = np.zeros(shape, bool)
-    found[tuple(map(slice, old))] = True
-    return found
+    def trained(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Where the patch has values of the leaf in this shape: a boolean array that broadcasts against it."""
+        selection, old = self.leaf.selection, self.shape
+        if isinstance(selection, RowSelection):
+            found = np.zeros(shape[selection.axis], bool)
+            found[self.numbers] = True
+            return np.expand_dims(found, tuple(i for i in range(len(shape)) if i != selection.axis))
+        if selection is TRAINABLE and shape == old:
+            return np.ones((1,) * len(shape), bool)
+        found = np.zeros(shape, bool)
+        if selection is TRAINABLE:
+            found[tuple(map(slice, old))] = True
+        else:
+            indices = self.numbers
+            found.flat[indices if shape == old else np.ravel_multi_index(np.unravel_index(indices, old), shape)] = True
+        return found

@@ -2,16 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from optax_freeze._errors import counted, printable
 from optax_freeze._report.table import size
+from optax_freeze._spec.masks import Choice
 from optax_freeze._spec.selection import TRAINABLE, RowSelection
 from optax_freeze._spec.selector_algebra import Choices, ResolvedSpec, Selector
 from optax_freeze._verify.saved_base import LeafRecord
-from optax_freeze.patch._layout import VALUES, choice_of_leaf
+from optax_freeze.patch._layout import VALUES, TrainedLeaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -48,20 +48,24 @@ class Patch:
     @property
     def frozen(self) -> Selector:
         """The spec of what was frozen, for parameters with the same leaves; dynamic rows are static in it."""
-        choices = (self._choice(leaf, getattr(leaf.struct, "shape", None)) for leaf in self._leaves)
-        return ResolvedSpec(tuple(leaf.path for leaf in self._leaves), Choices(choices), "patch")
+        choices = self._choices
+        return ResolvedSpec(tuple(choices), Choices(choices.values()), "patch")
 
     @property
-    def _own(self) -> list[LeafRecord]:
-        return [leaf for leaf in self._leaves if leaf.path in self._names]
+    def _choices(self) -> dict[str, Choice]:
+        """What the spec says about each leaf of the base, by its path."""
+        frozen: dict[str, Choice] = {leaf.path: True for leaf in self._leaves}
+        return frozen | {each.leaf.path: each.choice(each.shape) for each in self._own}
 
-    def _choice(self, leaf: LeafRecord, shape: Any) -> Any:
-        return choice_of_leaf(leaf, self.tensors, self._names.get(leaf.path, ""), shape)
+    @property
+    def _own(self) -> list[TrainedLeaf]:
+        names = self._names
+        return [TrainedLeaf(leaf, names[leaf.path], self.tensors) for leaf in self._leaves if leaf.path in names]
 
     def __repr__(self) -> str:
         lines = [f"{len(self._own)} of {counted(len(self._leaves), 'leaf', 'leaves')}, {size(self.nbytes)}"]
-        for leaf in self._own:
-            struct, selection, name = leaf.struct, leaf.selection, self._names[leaf.path]
+        for leaf, name, _ in self._own:
+            struct, selection = leaf.struct, leaf.selection
             assert struct is not None
             told = f"{leaf.path or '(the root)'}: {struct.dtype}{list(struct.shape)}"
             if isinstance(selection, RowSelection):
