@@ -491,7 +491,7 @@ _BY_FILE = {
             "self.settings",
             "-k source_and_context",
         ),
-        ('found[:1] == ["transpose"]', '"transpose(" in str(source.name_stack)', "tests/audit/test_steps.py -k scope"),
+        ('found[:1] == ["transpose"]', '"transpose(" in str(source.name_stack)', "-k scope"),
         ("if primitive.name in _CALLS and len", "if len", "tests/program/test_loops.py -k not_a_call"),
     ],
     ("_program/trace.py", "tests/program/test_walk.py"): [
