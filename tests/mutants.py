@@ -30,7 +30,6 @@ class Mutant(NamedTuple):
 
 # For each file, and the tests that notice most of its mutants: the text, its replacement, and the selection of these
 # tests, or others.
-_VARIABLES = "tests/optimizer/test_nnx_variables.py"
 _BY_FILE = {
     ("__main__.py", "tests/test_main.py"): [(' and items <= {"trainable", "masks", "opt_state"}', "", "")],
     ("_audit/audit.py", "tests/test_python_numbers.py"): [
@@ -50,16 +49,12 @@ _BY_FILE = {
     ("_gradient/explain.py", "tests/gradient/test_hijax.py"): [
         ("Operation(operation_of(eqn)[0],", "Operation(eqn.primitive.name,", "-k primitive_of_a_user"),
     ],
-    ("_gradient/group_gradients.py", "tests/train/test_train_step.py"): [
-        ("False], numbers, strict=True)", "True], numbers, strict=True)", "-k toggles"),
-        ("[~jnp.asarray(each) for each", "[~each for each", "tests/gradient/test_group_gradients.py -k constants"),
-        ("selection.put(others, grad)\n", "others\n", "tests/gradient/test_group_gradients.py -k two_groups_of_rows"),
-        (
-            "zeroed(values, spec.frozen, spec.selections)",
-            "values",
-            "tests/gradient/test_group_gradients.py -k cannot_be_traced",
-        ),
-        ("if isinstance(grad, Part) and not isinstance(value, Part):", "if isinstance(grad, Part):", "-k parts"),
+    ("_gradient/group_gradients.py", "tests/gradient/test_group_gradients.py"): [
+        ("False], numbers, strict=True)", "True], numbers, strict=True)", "tests/train/test_train_step.py -k toggles"),
+        ("[~jnp.asarray(each) for each", "[~each for each", "-k constants"),
+        ("selection.put(others, grad)\n", "others\n", "-k two_groups_of_rows"),
+        ("zeroed(values, spec.frozen, spec.selections)", "values", "-k cannot_be_traced"),
+        ("(grad, Part) and not isinstance(value, Part):", "(grad, Part):", "tests/train/test_train_step.py -k parts"),
     ],
     ("_gradient/grad.py", "tests/state/test_dynamic_rows.py"): [
         (
@@ -76,18 +71,10 @@ _BY_FILE = {
         ("if isinstance(selection, DynamicRowIndex):", "if False:", "tests/test_errors.py -k 'loss and trainer'"),
         ("if isinstance(frozen, GroupSpec):", "if False:", "tests/test_errors.py -k 'loss and trainer'"),
         ("of_parameters(fun, argnums, args, kwargs", "of_parameters(fun, 0, args, kwargs", "-k results_and_arguments"),
-        (
-            "call_restricted(fun, trainable, rest, complete=True)",
-            "fun(params)",
-            "-k 'frozen_gradients_are and grad-rows'",
-        ),
+        ("call_restricted(fun, trainable, rest, complete=True)", "fun(params)", "-k 'are_zeros and grad-rows'"),
     ],
     ("_gradient/leaf_in_rows.py", "tests/gradient/test_freeze_loss.py"): [
-        (
-            "Part(rows, selection.part_index, array.shape))\n\n    return",
-            "Part(rows * 2, selection.part_index, array.shape))\n\n    return",
-            "-k second",
-        ),
+        ("return selection.put(array, Part(rows, ", "return selection.put(array, Part(rows * 2, ", "-k second"),
         ("_rows_of(selection, *primals),", "primals[0],", "tests/gradient/test_forward_mode.py -k over_forward"),
         ("jax.jvp(put, primals, tangents)[1]", "put(*tangents)", "-k 16_bits"),
     ],
@@ -104,11 +91,7 @@ _BY_FILE = {
         ("self.given(inputs, True)", "self.given(inputs)", "-k reads_an_unrolled_layer_again"),
         ("else to_memory_of(given, array))", "else array)", "-k on_the_host_too"),
         ("(i in self.whole or is_mapped", "(True or is_mapped", "tests/gradient/test_restrict.py -k put_together"),
-        (
-            "as_traced([*outs, *vjp(list(cotangents))[0]])",
-            "[*outs, *vjp(list(cotangents))[0]]",
-            "tests/gradient/test_freeze_loss.py -k results_and_arguments",
-        ),
+        ("as_traced([*outs", "([*outs", "tests/gradient/test_freeze_loss.py -k results_and_arguments"),
         ("if any(isinstance(const, Tracer)", "if any(False", "tests/gradient/test_restrict.py -k closes_over"),
     ],
     ("_optimizer/conditions.py", "tests/gradient/test_group_gradients.py"): [
@@ -130,20 +113,12 @@ _BY_FILE = {
         ("params, tied, accepted.latest)", "params, tied)", "-k tree_map_params"),
         ("if plans.names != own.names:", "if False:", "-k state_of_other_leaves_or_groups"),
         ("if group.name in keys or not group.each]", "]", "-k leaves_that_cannot_train"),
-        (
-            "if coupled is None:\n            return update(",
-            "if True:\n            return update(",
-            "tests/train/test_train_step.py -k gradient_and_the_update",
-        ),
-        (
-            "n < len(plans.names) and plans.conditions[n].takes_norm",
-            "False:",
-            "tests/optimizer/test_freeze_converged.py -k norms_in_float32",
-        ),
+        ("plans.conditions[n].takes_norm", "False", "tests/optimizer/test_freeze_converged.py -k norms_in_float32"),
         ("own = call.grads if", "own = grads if", "tests/optimizer/test_freeze_converged.py -k given_to_update"),
     ],
     ("_optimizer/freeze_when.py", "tests/train/test_train_step.py"): [
         ('{**extra_args, "grad": grads} if "grad" in extra_args else extra_args', "extra_args", "-k extra_arguments"),
+        ("if coupled is None:\n            r", "if True:\n            r", "-k gradient_and_the_update"),
     ],
     ("_optimizer/coupled_update.py", "tests/optimizer/test_freeze_when.py"): [
         ("own), _without_frozen_groups(call, frozen, own)", "own), call", "-k over_the_groups"),
@@ -155,28 +130,14 @@ _BY_FILE = {
         ("if all(isinstance(pattern, str) for pattern in patterns):", "if False:", "-k threshold_on_every_leaf"),
     ],
     ("_optimizer/full_updates.py", "tests/optimizer/test_union.py"): [
-        (
-            "(FROZEN, None) if i in call.missing or not owners[i] else",
-            "(FROZEN, None) if not owners[i] else",
-            "-k numbers",
-        ),
-        (
-            "(FROZEN, None) if i in call.missing or not owners[i] else",
-            "(FROZEN, None) if not owners[i] else",
-            "tests/test_model_libraries.py -k without_a_gradient",
-        ),
+        ("if i in call.missing or not owners[i] else", "if not owners[i] else", "-k numbers"),
         (
             "union.with_sources(new, call.grads)",
             "new",
-            "tests/state/test_dynamic_rows.py -k structure_of_their_gradients",
+            "tests/state/test_dynamic_rows.py -k structure_of_their",
         ),
     ],
     ("_optimizer/group_plans.py", "tests/optimizer/test_freeze_when.py"): [
-        (
-            "selection.without(*others)",
-            "jnp.arange(selection.count, dtype=jnp.int32)",
-            "tests/state/test_dynamic_rows.py -k Groups",
-        ),
         ("all(plan.all_frozen for _, plan in", "any(plan.all_frozen for _, plan in", "-k leaves_of_other_groups"),
         ("if name in made:", "if False:", "tests/test_errors.py -k named"),
         ("with jax.ensure_compile_time_eval():  # compact elements are counted", "if True:", "-k left_of_the_leaf"),
@@ -185,8 +146,8 @@ _BY_FILE = {
         ("selection.without(*others)", "jnp.arange(selection.count, dtype=jnp.int32)", "-k Groups"),
     ],
     ("_optimizer/inner_update.py", "tests/test_nnx.py"): [
-        ("return store(state, plan, trainable)", "return state", _VARIABLES),
-        ("lambda new: as_before(new, state, called, plan)", "lambda new: new", _VARIABLES),
+        ("return store(state, plan, trainable)", "return state", "tests/optimizer/test_nnx_variables.py"),
+        ("lambda new: as_before(new, state, called, plan)", "lambda new: new", "tests/optimizer/test_nnx_variables.py"),
         ("call = inside(None, fn)", "call = fn", "tests/optimizer/test_outer_transformation.py -k value_function"),
         ("if i not in self.missing:", "if True:", "tests/test_model_libraries.py -k without_a_gradient"),
     ],
@@ -335,11 +296,7 @@ _BY_FILE = {
         ("        chosen = chosen.astype(int)  # few bits", "        # few bits", "-k few_bits"),
         ("np.random.Philox([self._seed, self._epoch])", "np.random.Philox([self._seed + self._epoch])", "-k are_drawn"),
         ("(self._directory, record, self._seed, self._epoch)", "(self._directory, record, self._seed)", "-k are_drawn"),
-        (
-            "np.r_[chosen] if isinstance(chosen, slice) else chosen",
-            "chosen if not isinstance(chosen, slice) else np.arange(chosen.stop - chosen.start)",
-            "-k one_variant_of_each",
-        ),
+        ("np.r_[chosen] if", "np.arange(chosen.stop - chosen.start) if", "-k one_variant_of_each"),
     ],
     ("_optimizer/update_params.py", "tests/optimizer/test_update_params.py"): [
         ("if full is grads or not succeeds(", "if True or not succeeds(", "-k belong_inside"),
@@ -382,29 +339,17 @@ _BY_FILE = {
     ],
     ("_program/host_loops.py", "tests/gradient/test_from_the_host.py"): [
         ("if not whole:", "if True:", "-k what_a_loop_would_read"),
-        (
-            "x if isinstance(x, Deferred) and x.has_rows() else part_of(x, EVERYTHING, reader)",
-            "part_of(x, EVERYTHING, reader)",
-            "-k no_stack_comes",
-        ),
+        ("x if isinstance(x, Deferred) and x.has_rows() else part_of", "part_of", "-k no_stack_comes"),
     ],
     ("_program/chain.py", "tests/gradient/test_from_the_host.py"): [
-        (
-            "if is_here and not self.on_host and self.computed is None:",
-            "if False:",
-            "tests/gradient/test_dynamic_row_gradients.py -k halves",
-        ),
+        ("is_here and not self.on_host and", "False and", "tests/gradient/test_dynamic_row_gradients.py -k halves"),
     ],
     ("_program/deferred.py", "tests/gradient/test_from_the_host.py"): [
         ("reader.level is not None and reader.level is self.level", "False", "-k its_row_once"),
     ],
     ("_program/propagation.py", "tests/program/test_loops.py"): [
         ("if is_same(joined, [*carry]):", "if True:", "-k carry"),
-        (
-            "        if key not in known:\n            known[key]",
-            "        if True:\n            known[key]",
-            "-k listed_once",
-        ),
+        ("if key not in known:\n            known[key]", "if True:\n            known[key]", "-k listed_once"),
     ],
     ("_program/loops.py", "tests/program/test_loops.py"): [
         ("if growths > _MOST_GROWTHS else", "if False else", "tests/gradient/test_rows.py -k Planning"),
@@ -422,24 +367,12 @@ _BY_FILE = {
         ("if not found.length:", "if False:", "-k others"),
         ("if not segment.outputs and not any(each.region for each in carry) and", "if False and", "-k start"),
         ("if len(segments) > _MOST_SEGMENTS:", "if False:", "-k segments"),
-        (
-            "int(np.searchsorted(o.steps.numbers, part.steps.start)) - part.steps.start",
-            "-part.steps.start",
-            "-k test_steps",
-        ),
+        ("int(np.searchsorted(o.steps.numbers, part.steps.start)) - p", "-p", "-k test_steps"),
         ("if self.numbers.count == 1:\n            self.carry", "if False:\n            self.carry", "-k needs_more"),
         ("place = jnp.argmax(is_wanted[o]) if o in is_wanted else i + before", "place = i + before", "-k dynamic"),
-        (
-            "hits[o] if o.guard in (ALWAYS, part.guard) else hits[o] & self.context.holds(o.guard)",
-            "hits[o]",
-            "tests/program/test_walk.py -k regions_of_a_loop",
-        ),
+        ("o.guard in (ALWAYS, part.guard)", "True", "tests/program/test_walk.py -k regions_of_a_loop"),
         ("dynamic = {o: (o.dynamic, o.guard)", "dynamic = {o: (0, 0)", "-k dynamic"),
-        (
-            "guard & ~bit | output.guard if guard >= 0 and guard & bit else guard",
-            "guard",
-            "tests/program/test_walk.py -k regions_of_a_loop",
-        ),
+        ("if guard >= 0 and guard & bit", "if False", "tests/program/test_walk.py -k regions_of_a_loop"),
         ("place = i - begins", "place = i", "-k part"),
         ("if found.by_platform or eqn.has_effects:", "if found.by_platform:", "-k effects"),
         ("branches for region in", "branches[:1] for region in", "-k branches"),
@@ -466,11 +399,7 @@ _BY_FILE = {
         ("return jnp.where(of_each_row((i >= 0) & (i < size), axis, x.ndim), x, value)", "return x", "-k pad"),
         ("valid = (rest == 0) & (found >= 0) & (found < size)", "valid = (found >= 0) & (found < size)", "-k pad"),
         ("region.count - 1 - last, max(steps, default=1) - 1)", "region.count - 1 - last, 0)", "-k pad"),
-        (
-            "axis != dimension:\n        return [region] * len(eqn.inputs), eqn.bind",
-            "False:\n        return None",
-            "-k concatenate",
-        ),
+        ("axis != dimension:\n        return [region] * len(", "False:\n        return len(", "-k concatenate"),
         ("if a < b else None for a, b in spans", "for a, b in spans", "-k concatenate"),
         (">= a, axis, out.ndim), part, out)", "> a, axis, out.ndim), part, out)", "-k concatenate"),
         ("start = sum(sizes[:place])", "start = sum(sizes[: place + 1])", "-k split"),
@@ -535,32 +464,20 @@ _BY_FILE = {
         ("region is not EVERYTHING or sum(", "sum(", "tests/gradient/test_cost.py -k several_times"),
         ("or not is_less:", "or False:", "tests/gradient/test_cost.py -k several_times"),
         (" and not overlap(list(wanted), shape)", "", "tests/program/test_walk.py -k few_times"),
-        (
-            "isinstance(found, Mapped) and loops.shard_map(self, eqn, found, wanted)",
-            "False",
-            "tests/gradient/test_rows.py -k mapped_loss",
-        ),
+        ("loops.shard_map(self, eqn, found, wanted)", "False", "tests/gradient/test_rows.py -k mapped_loss"),
         ("enter_remat=self.known is None", "enter_remat=True", "tests/precompute -k remat_in_a_step"),
         ("= wanted.get(region, 0) | guard", "= guard", "tests/program/test_walk.py -k TestGuards"),
         ("any(wanted) and not eqn.has_effects and ", "any(wanted) and ", "tests/program/test_loops.py -k effects"),
     ],
-    ("_program/tasks.py", "tests/program/test_walk.py"): [
-        ("guard & ~largest)", "guard & largest)", "tests/gradient/test_group_gradients.py -k groups_that_train"),
-        (
-            "n >= self.program.num_inputs or n in inputs[guard]",
-            "True",
-            "tests/train/test_train_step.py -k in_place",
-        ),
-        ("== 1 or not overlap(", "== 1 and not _overlap(", "tests/gradient/test_group_gradients.py -k rows_cost"),
-        (
-            "if own and needed[guard].isdisjoint(task.written_numbers):",
-            "if own:",
-            "tests/gradient/test_group_gradients.py -k of_each_other",
-        ),
+    ("_program/tasks.py", "tests/gradient/test_group_gradients.py"): [
+        ("guard & ~largest)", "guard & largest)", "-k groups_that_train"),
+        ("or n in inputs[guard]", "or True", "tests/train/test_train_step.py -k in_place"),
+        ("== 1 or not overlap(", "== 1 and not overlap(", "-k rows_cost"),
+        ("own and needed[guard].isdisjoint(task.written_numbers):", "own:", "-k of_each_other"),
         ("kept = {*kept, *(", "kept = {*(", "tests/train/test_train_step.py -k toggles"),
-        ("key=lambda guard: -guard.bit_count())", "key=lambda guard: guard.bit_count())", "-k TestGuards"),
-        ("if number in kept or read_by.get(number, set()) - {guard}}", "if number in kept}", "-k TestGuards"),
-        ("kept if not sets else None)", "None)", "-k dropped"),
+        ("lambda guard: -guard", "lambda guard: guard", "tests/program/test_walk.py -k TestGuards"),
+        ("in kept or read_by.get(number, set()) - {guard}}", "in kept}", "tests/program/test_walk.py -k TestGuards"),
+        ("kept if not sets else None)", "None)", "tests/program/test_walk.py -k dropped"),
     ],
     ("_jax_tracing.py", "tests/gradient/test_restrict.py"): [
         ("is_of_text and not _is_of_user(error)", "is_of_text", "-k words_of_jax"),
@@ -580,7 +497,7 @@ _BY_FILE = {
             "self.settings",
             "-k source_and_context",
         ),
-        ('found[:1] == ["transpose"]', '"transpose(" in str(source.name_stack)', "tests/audit/test_steps.py -k scope"),
+        ('found[:1] == ["transpose"]', '"transpose(" in str(source.name_stack)', "-k scope"),
         ("if primitive.name in _CALLS and len", "if len", "tests/program/test_loops.py -k not_a_call"),
     ],
     ("_program/trace.py", "tests/program/test_walk.py"): [
@@ -672,11 +589,7 @@ _BY_FILE = {
         ("if i in walk.settings or not", "if not", "-k settings"),
     ],
     ("_spec/partition.py", "tests/test_python_numbers.py"): [
-        (
-            " and not isinstance(value, Part) and not is_number(value)",
-            " and not isinstance(value, Part)",
-            "-k comes_back",
-        ),
+        ("(value, Part) and not is_number(value)", "(value, Part)", "-k comes_back"),
         ("jnp.shape(b.array), b.selection.part_index", "b.array.shape, b.selection.part_index", "-k eager-float]"),
     ],
     ("_spec/resolve.py", "tests/optimizer/test_freeze.py"): [
@@ -699,11 +612,7 @@ _BY_FILE = {
         ("s.with_array(x, of_state=True)", "s.with_array(x)", "-k inside_of_a_program_only"),
         ("selection), trains=None, source=None)", "selection), trains=None)", "-k line_search"),
         (" and not (_is_missing(value) and i in numbers())", "", "tests/test_model_libraries.py -k without_a_gradient"),
-        (
-            "{i: jnp.asarray(value) if is_number(value) else value for i, value in taken.items()}",
-            "taken",
-            "tests/test_python_numbers.py -k eager-float]",
-        ),
+        ("jnp.asarray(value) if is_number(value) else value", "value", "tests/test_python_numbers.py -k eager-float]"),
     ],
     ("_spec/plan.py", "tests/test_model_libraries.py"): [
         ("(_is_missing(value) and i in numbers()):", "_is_missing(value):", "-k still_an_error"),
@@ -763,11 +672,7 @@ _BY_FILE = {
         ("source.kept for i in moments", "source.kept for i in moments[:1]", "-k all_rows_change"),
         ("if not isinstance(anew, bool):", "if False:", "-k new_rows_and_the_state_of_some[adan]"),
         ("not None or _is_number(entry)", "None and _is_number(entry)", "-k new_rows_and_the_state_of_some[novograd]"),
-        (
-            "entry.leaf is None and any(axis is not None for axis in axes)",
-            "False",
-            "-k new_rows_and_the_state_of_some[flatten]",
-        ),
+        ("entry.leaf is None and any(", "False and any(", "-k new_rows_and_the_state_of_some[flatten]"),
         ("return len(rows) == len(others) and equal", "return len(rows) == len(others)", "-k array_of_several"),
         ("_is_history(entries[i]) or ", "", "-k a_history_begins_anew_with"),
         (" or i in self._uncertain", "", "-k shapes_do_not_tell"),
@@ -836,11 +741,7 @@ _BY_FILE = {
         ("functools.reduce(jnp.logical_or,", "functools.reduce(jnp.logical_and,", ""),
     ],
     ("_verify/frozen_leaves.py", "tests/test_python_numbers.py"): [
-        (
-            "        value = np.asarray(value, jnp.result_type(value)) if is_number(value) else value\n",
-            "",
-            "-k bits_of_frozen",
-        ),
+        ("np.asarray(value, jnp.result_type(value)) if is_number(value) else value", "value", "-k bits_of_frozen"),
     ],
     ("checkpoint/_record.py", "tests/test_checkpoint.py"): [
         (" or jax.dtypes.canonicalize_dtype(written.dtype) != written.dtype:", ":", "-k would_convert"),

@@ -166,11 +166,7 @@ TABLE = {
         [W, ints([3, 5], [4, 0], [0, 2], [-1, 0]), x(4)],
         "0.. 1..",
     ),
-    "scatter of blocks": (
-        scattered("add", BLOCKS),
-        [W, ints([3], [4], [5], [-1]), x(2, 4, 4)],
-        "0.. 1.2",
-    ),
+    "scatter of blocks": (scattered("add", BLOCKS), [W, ints([3], [4], [5], [-1]), x(2, 4, 4)], "0.. 1.2"),
     "scatter of blocks, clip": (scattered("set", BLOCKS, mode="clip"), [W, ints([5]), x(2, 1, 4)], "0.. 1.2"),
     "scatter of overlapping blocks": (
         scattered("add", BLOCKS, indices_are_sorted=True),

@@ -275,10 +275,7 @@ READ_BY_NORM = ("gradient", "encoder/kernel", "a gradient that is read by a norm
 LEAKS = {
     "decay after stop_gradient": (lambda: plain(ADAMW, stopped), [DECAY, STATE]),
     "decay of one bit": (ones_that_decay, [DECAY, MOMENTS, STATE]),
-    "moments behind optax.freeze": (
-        lambda: plain(optax.chain(optax.freeze(TRUE), ADAM)),
-        [MOMENTS, STATE],
-    ),
+    "moments behind optax.freeze": (lambda: plain(optax.chain(optax.freeze(TRUE), ADAM)), [MOMENTS, STATE]),
     "a clip outside": (lambda: plain(clip(FREEZE)), [NORM, READ_BY_NORM]),
     "a clip outside, a learning rate of zero": (
         lambda: plain(clip(fz.freeze(optax.sgd(0.0), FROZEN))),
@@ -295,10 +292,7 @@ LEAKS = {
         lambda: average(lambda old, new: 0.9 * old + 0.1 * new),
         [("moved", "ema/encoder/kernel", "an average that rounds")],
     ),
-    "batch statistics": (
-        lambda: linen(True),
-        [("moved", "batch_stats/encoder/mean", "statistics of a frozen module")],
-    ),
+    "batch statistics": (lambda: linen(True), [("moved", "batch_stats/encoder/mean", "statistics of a frozen module")]),
     "a router's bias": (
         lambda: then(router),
         [("moved", "encoder/bias", "a value from the batch, set outside of the optimizer")],
@@ -409,11 +403,7 @@ STACK = {"layers": jnp.stack([numbers(3, 3), numbers(3, 3) + 0.1, numbers(3, 3) 
             False,
             {("changed", "head", NORM[2]), ("changed", "layers", NORM[2]), ("gradient", "layers", READ_BY_NORM[2])},
         ),
-        (
-            ADAMW,
-            True,
-            {("moved", "layers", DECAY[2]), ("moved", "layers", MOMENTS[2]), ("state", "layers", STATE[2])},
-        ),
+        (ADAMW, True, {("moved", "layers", DECAY[2]), ("moved", "layers", MOMENTS[2]), ("state", "layers", STATE[2])}),
         (fz.freeze(clip(ADAMW), ROWS), False, set()),
         (SGD, True, set()),
     ],
@@ -680,10 +670,7 @@ BRANCH = "no run took a branch that can write encoder/bias, encoder/kernel: whet
             *HEAD_ALONE,
             "1 frozen leaf is given to no loss (encoder/kernel): whether a gradient of them is computed is not known",
         ),
-        (
-            *HEAD_ALONE,
-            "two equal runs differ (seen): what this depends on is not known",
-        ),
+        (*HEAD_ALONE, "two equal runs differ (seen): what this depends on is not known"),
         (
             on_a_device,
             {"a": jnp.stack([numbers(3, 2)] * 2), "b": jnp.stack([numbers(3, 2)] * 2)},

@@ -64,11 +64,7 @@ def by_hand(tx: optax.GradientTransformation) -> tuple[Any, Any]:
         part = jax.tree.map(take, params)
         value, grads = jax.value_and_grad(loss)(part, places, y)
         updates, new = tx.update(grads, jax.tree.map(take, state), part)
-        return (
-            jax.tree.map(put, params, optax.apply_updates(part, updates)),
-            jax.tree.map(put, state, new),
-            value,
-        )
+        return (jax.tree.map(put, params, optax.apply_updates(part, updates)), jax.tree.map(put, state, new), value)
 
     return tx.init, step
 

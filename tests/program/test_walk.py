@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from optax_freeze._jax_internals import is_backward
 from optax_freeze._program.regions import (
     EVERYTHING,
     DynamicRows,
@@ -297,6 +298,11 @@ class TestFlatten:
         assert "called" in str(program.eqns[0].source.name_stack)
         assert "scope" in str(program.eqns[0].source.name_stack)
         assert "test_walk.py" in program.eqns[0].line
+
+    def test_a_scope_named_as_a_backward_pass_is_none(self):
+        named = jax.named_call(jnp.sin, name="transpose(jvp(k))")
+        assert not any(map(is_backward, program_of(named, W).eqns))
+        assert any(map(is_backward, program_of(jax.grad(lambda w: jnp.sum(jnp.sin(w) + w)), W).eqns))
 
     def test_calls_of_donated_or_sharded_arrays_are_not_entered(self):
         sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -86,10 +86,7 @@ class TestLabelsByPath:
 
     @pytest.mark.parametrize(
         "labels",
-        [
-            *("encoder", {3: "a"}),
-            *({"encoder": label} for label in (None, ["a"], np.ones(2), jnp.ones(2))),
-        ],
+        [*("encoder", {3: "a"}), *({"encoder": label} for label in (None, ["a"], np.ones(2), jnp.ones(2)))],
         ids=repr,
     )
     def test_bad_arguments(self, labels):

@@ -410,10 +410,7 @@ class TestEveryBitPattern:
 
     @pytest.mark.parametrize(
         ("dtype", "compiled"),
-        [
-            *((dtype, jax.jit) for dtype in ("bfloat16", "float16", "float8_e5m2")),
-            ("bfloat16", eagerly),
-        ],
+        [*((dtype, jax.jit) for dtype in ("bfloat16", "float16", "float8_e5m2")), ("bfloat16", eagerly)],
     )
     def test_of_what_is_frozen_in_part(self, dtype, compiled):
         width = jnp.finfo(dtype).bits

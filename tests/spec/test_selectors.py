@@ -254,7 +254,7 @@ class TestAlgebra:
 
     @pytest.mark.parametrize("join", [operator.or_, operator.and_])
     def test_a_thousand_of_them(self, join):
-        names = [f"layer_{i}" for i in range(1100)]
+        names = [f"layer_{i % 11}" for i in range(1100)]
         each = [fz.path(name) if join is operator.or_ else fz.all_except(name) for name in names]
         forward = functools.reduce(join, each)
         backward = functools.reduce(lambda rest, one: join(one, rest), reversed(each))
@@ -264,7 +264,7 @@ class TestAlgebra:
             assert hash(selector) == hash(copy.deepcopy(selector))
             assert repr(selector).count("fz.") == 1100
             assert jax.tree.leaves(selector) == []
-            assert chosen(selector, params) == (sorted(names) if join is operator.or_ else ["head"])
+            assert chosen(selector, params) == (sorted({*names}) if join is operator.or_ else ["head"])
             fz.freeze(optax.sgd(0.1), selector).init(params)
 
 

@@ -180,10 +180,7 @@ def test_parameters_at_another_position(params, argnums):
 EXTRA_ARGS = {
     "line search": (optax.lbfgs(), ["value", "grad", "value_fn"]),
     "Hessian": (optax.contrib.sophia(0.1, update_interval=1), ["obj_fn"]),
-    "gradients": (
-        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2, opaque_mode=True),
-        ["grad_fn"],
-    ),
+    "gradients": (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2, opaque_mode=True), ["grad_fn"]),
 }
 
 
