@@ -11,7 +11,7 @@ import numpy as np
 
 from optax_freeze._spec import tree as _tree
 from optax_freeze._spec.prefix_tree import is_above
-from optax_freeze._spec.tree import PyTree
+from optax_freeze._spec.tree import Part, PyTree
 from optax_freeze._state.own_states import outermost_states
 from optax_freeze._state.row_axes import Resized, init_shapes
 from optax_freeze._state.state_entries import Entry, entries_of, join
@@ -40,11 +40,14 @@ def shapes_before(state: PyTree, fresh: Sequence[Entry]) -> dict[str, Shape]:
             continue
         new = inner.get(address) or inner.get(address.rpartition("/")[0])  # of several arrays, which are one entry
         path = address[len(tree) :].lstrip("/") if new is None else str(new.leaf)
-        is_other = new is not None and new.address != address and np.ndim(entry.value) != len(new.shape)
-        if _tree.is_masked_node(entry.value) or not trees[tree] or is_other:
-            found.setdefault(path, None)
-        elif not found.get(path):
-            found[path] = entry.value.shape if _tree.is_leaf(entry.value) else tuple(np.shape(entry.value))
+        shape = None  # of a list of arrays
+        if not _tree.is_masked_node(entry.value) and not isinstance(entry.value, list) and trees[tree]:
+            shape = entry.value.shape if isinstance(entry.value, Part) else tuple(np.shape(entry.value))
+        if new is not None and shape is not None and len(shape) != len(new.shape):
+            shape = None  # of a factor of the leaf, or of one array of a list
+        found.setdefault(path, shape)
+        if shape is not None:
+            found[path] = found[path] or shape
     return found
 
 

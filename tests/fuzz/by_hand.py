@@ -227,7 +227,7 @@ def carry(
             count = shape[now.axis] if now.kind == "rows" else 0
             if np.shape(array) not in (shape, ()):
                 its.is_unknown |= bool(count) and (count < 3 or shape.count(count) > 1)
-            elif shape.count(count) > 1:  # a projection may have the shape of the rows
+            elif shape.count(count) > 1 or count == 2:  # a projection may have the shape of the rows
                 its.is_unknown |= axis_of_rows(tx, new, place, params) != now.axis
             carried.append(value)
         for its in places_of.values():

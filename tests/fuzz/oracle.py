@@ -365,10 +365,9 @@ def compare_costs(case: Case, text: str, mine: Any, whole: Any, inputs: Any) -> 
     if re.search(r"\b(scan|while|cond|callback|custom_call)\b", text) or "elements" in repr(spec):
         return
     lowered = [f.lower(*x) for f, x in ((mine, inputs), (whole, inputs[1:]))]
-    flops = [each.compile().cost_analysis().get("flops", 0) for each in lowered]
     # A CPU merges what `jax.checkpoint` computes again with the first computation, but not rows of it.
-    if re.search(r"\b(checkpoint|remat)", text):
-        flops[1] = max(flops[1], lowered[1].cost_analysis().get("flops", 0))
+    is_merged = re.search(r"\b(checkpoint|remat)", text)
+    flops = [(each if is_merged else each.compile()).cost_analysis().get("flops", 0) for each in lowered]
     # Of cheap operations of the size of the leaves; a CPU converts those of bfloat16.
     copies = 6 * sum(x.size for x in jax.tree.leaves(inputs[1]))
     axis = max((int(n) for shape in re.findall(r"\[([\d,]+)\]", text) for n in shape.split(",")), default=0)

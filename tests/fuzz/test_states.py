@@ -684,11 +684,16 @@ def test_a_group_of_rows_of_which_an_optimizer_has_several_arrays(compiled):
 
 
 @pytest.mark.parametrize(
-    ("leaves", "new"), [("y", ("when", [(0, ("dense", 0), False)])), ("a", ("freeze", [("compact", 0)]))]
+    ("name", "leaves", "new"),
+    [
+        ("sm3", "y", ("when", [(0, ("dense", 0), False)])),
+        ("sm3", "a", ("freeze", [("compact", 0)])),
+        ("adafactor", "a", ("when", [(0, ("compact", 0), False)])),
+    ],
 )
-def test_a_mask_of_a_leaf_of_which_an_optimizer_has_a_list(leaves, new):
+def test_a_mask_of_a_leaf_of_which_an_optimizer_has_other_arrays(name, leaves, new):
     state = Training()
-    state.init(name="sm3", leaves=leaves, arrangement=("plain", []), jit=False)
+    state.init(name=name, leaves=leaves, arrangement=("plain", []), jit=False)
     state.step(compiled="eager", seed=0, way="update")
     state.migrate(arrangement=new)
 
