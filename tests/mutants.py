@@ -130,7 +130,11 @@ _BY_FILE = {
         ("if all(isinstance(pattern, str) for pattern in patterns):", "if False:", "-k threshold_on_every_leaf"),
     ],
     ("_optimizer/full_updates.py", "tests/optimizer/test_union.py"): [
-        ("if i in call.missing or not owners[i] else", "if not owners[i] else", "-k numbers"),
+        (
+            "if i in call.missing or not owners[i] else",
+            "if not owners[i] else",
+            "tests/test_model_libraries.py -k a_gradient",
+        ),
         (
             "union.with_sources(new, call.grads)",
             "new",
