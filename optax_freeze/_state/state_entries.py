@@ -229,15 +229,19 @@ def _joined(entries: Sequence[Entry], indices: Sequence[Mapping[str, Any]], shap
         for start, stop in itertools.combinations(range(len(segments)), 2):
             if (path := "/".join(segments[start:stop])) in shapes:
                 below["/".join(segments[:stop]), path, entry.scope].append(i)
-    found: dict[int, Entry] = dict(enumerate(entries))
+    found = dict(enumerate(entries))
     for (address, leaf, _), places in below.items():
         its, of_parts = [entries[i] for i in places], indices[places[0]]
         shape = shape_of_part(*of_parts[leaf]) if leaf in of_parts else shapes[leaf]
-        if len(its) > 1 and shape and all(np.shape(entry.value) == shape for entry in its):
+        # Of paths that end alike, the longest comes first.
+        is_first = all(found.get(i) is entry for i, entry in zip(places, its, strict=True))
+        is_run = places[-1] - places[0] == len(places) - 1 > 0
+        if is_first and is_run and shape and all(np.shape(entry.value) == shape for entry in its):
             joined = its[0]._replace(address=address, value=[e.value for e in its], nodes=sum(e.nodes for e in its))
-            found = {i: entry for i, entry in found.items() if i not in places}
+            for i in places[1:]:
+                del found[i]
             found[places[0]] = _of_leaf(joined, leaf, of_parts, shapes)
-    return [found[i] for i in sorted(found)]
+    return [*found.values()]
 
 
 def _of_leaf(entry: Entry, leaf: str, indices: Mapping[str, Any], shapes: Mapping[str, Any]) -> Entry:

@@ -159,6 +159,15 @@ class TestGroups:
         swapped = fz.migrate(state, fz.freeze(tx, "x"), params)
         assert optax.tree.get(swapped, "count") == 0
 
+    def test_the_moments_of_complex_leaves_whose_paths_end_alike(self):
+        params = {"x": jnp.ones((2, 3)) * 1j, "o": {"x": jnp.ones((2, 3)) * 1j}}
+        tx = optax.contrib.split_real_and_imaginary(optax.adam(0.1))
+        _, state = train(tx, params, 1)
+        new = fz.migrate(state, tx, {**params, "x": jnp.ones((4, 3)) * 1j})
+        mu = optax.tree.get(new, "mu")
+        assert [x.shape for x in jax.tree.leaves(mu)] == [(2, 3)] * 2 + [(4, 3)] * 2
+        assert bits(mu["o"]) == bits(optax.tree.get(state, "mu")["o"])
+
     def test_a_group_of_its_own_counts_from_zero(self, params):
         """The remedy for fresh moments under an old count."""
         _, state = train(fz.freeze(optax.adam(0.1), "encoder"), params, 5)
