@@ -180,8 +180,10 @@ class ChangedGradients:
         if self._computed and not self._seen:
             self._ask_zeros()
         found = []
-        for group, (negative, huge, nan, inf, signed, _) in self._answers.items():
-            found.append(Gradient(group, False, *map(frozenset, (negative, huge | signed, nan, inf))))
+        for group, answers in self._answers.items():
+            negative, huge, nan, inf, signed, _ = answers
+            if any(answers):
+                found.append(Gradient(group, False, *map(frozenset, (negative, huge | signed, nan, inf))))
         leaving, left = self._unread()
         found += [Gradient((i,), leaves_call=True) for i in leaving]
         flops = self._flops() if found or left else (0, None)

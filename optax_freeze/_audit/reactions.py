@@ -39,8 +39,8 @@ class Gradient(NamedTuple):
 
     @property
     def is_logged(self) -> bool:
-        """Whether only results beside the state may read it."""
-        return not self.leaves_call and self.read <= {"result"}
+        """Whether only results beside the state read it."""
+        return self.read == {"result"}
 
 
 class Gradients(NamedTuple):

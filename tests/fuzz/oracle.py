@@ -82,11 +82,17 @@ def cut(grads: Any, spec: Any) -> Any:
     return fz.partition(grads, spec)[0]
 
 
+def in_order(tree: Any, order: Any) -> Any:
+    """Batches with their examples in another order; on a mesh, JAX has to be told where they are."""
+    place = lambda x: jax.typeof(x).sharding if jax.sharding.get_abstract_mesh().explicit_axes else None  # noqa: E731
+    return jax.tree.map(lambda x: x.at[order].get(out_sharding=place(x)), tree)
+
+
 def with_features(case: Case, spec: Any, params: Any, batch: Any, order: Any = None) -> Any:
     once = fz.precompute(case.loss, spec, example_axis=None if order is None else 0)
     features = once.before(params, batch)
     if order is not None:
-        features, batch = jax.tree.map(lambda x: x[order], (features, batch))
+        features, batch = in_order((features, batch), order)
     return fz.value_and_grad(once.after, spec)(params, features, batch)
 
 
@@ -168,7 +174,7 @@ def dense(case: Case, spec: Any, params: Any, batch: Any) -> Any:
 
 
 def shuffled(case: Case, spec: Any, params: Any, batch: Any) -> Any:
-    return dense(case, spec, params, jax.tree.map(lambda x: x[ORDER], batch))
+    return dense(case, spec, params, in_order(batch, ORDER))
 
 
 WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
