@@ -184,15 +184,15 @@ def _given_rows(rows: Any, leaves: Mapping[str, Leaf], before: Mapping[str, Shap
     keys, found = [*rows], {}
     for n, leaf in zip(first_match(selectors, [*leaves.values()]), leaves.values(), strict=True):
         if n is not None and leaf.inexact:
-            if leaf.path not in before:
+            if before and leaf.path not in before:
                 got, fix = "a leaf that is not in the state", "leave it out: a new leaf begins as in tx.init(params)"
                 raise _bad_rows(leaf.path, got, "a leaf that the state has, or rename=", fix)
-            found[leaf.path] = _moved(leaf, before[leaf.path], rows[keys[n]])
+            found[leaf.path] = _moved(leaf, before.get(leaf.path), rows[keys[n]], holds_leaves=bool(before))
     return found
 
 
-def _moved(leaf: Leaf, was: Shape, given: Any) -> Moved:
-    """The old row of each row of a leaf."""
+def _moved(leaf: Leaf, was: Shape, given: Any, holds_leaves: bool) -> Moved:
+    """The old row of each row of a leaf; a state that holds nothing of any leaf does not say how many there were."""
     if isinstance(given, Tracer):
         what, got, fix = "rows takes numbers with values", described(given), "call fz.migrate outside of jit"
         raise type_error(what, at=leaf.path, got=got, expected="a list or an array of ints or bools", fix=fix)
@@ -204,6 +204,8 @@ def _moved(leaf: Leaf, was: Shape, given: Any) -> Moved:
         expected, fix = "the old row of each row", "rows={pattern: [0, 2, 2]}"
         raise type_error(what, at=leaf.path, got=got, expected=expected, fix=fix)
     fix = "give the old row of each row along axis 0, or a bool for each old row"
+    if not holds_leaves:
+        was = (len(numbers) if numbers.dtype == np.bool_ else int(numbers.max(initial=-1)) + 1, *now[1:])
     if was is None or not now or not was:
         got, expected = "a leaf whose old rows are not known", "a leaf with rows, of a state with moments"
         raise _bad_rows(leaf.path, got, expected, fix)
@@ -217,7 +219,8 @@ def _moved(leaf: Leaf, was: Shape, given: Any) -> Moved:
         raise _bad_rows(leaf.path, counted(len(numbers), "row", "rows"), f"{now[0]}, as the leaf has now", fix)
     if numbers.size and not 0 <= numbers.min() <= numbers.max() < was[0]:
         got = f"row {numbers.min() if numbers.min() < 0 else numbers.max()}"
-        raise _bad_rows(leaf.path, got, f"numbers from 0 to {was[0] - 1}: there were {was[0]} rows", fix)
+        expected = f"numbers from 0 to {was[0] - 1}: there were {was[0]} rows" if holds_leaves else "numbers from 0"
+        raise _bad_rows(leaf.path, got, expected, fix)
     return Moved(0, numbers.astype(np.int64), was[0])
 
 
