@@ -18,7 +18,8 @@ def renamed(
     """Other names for the leaves of the argument ``of``; the longest name applies.
 
     They are paths in the parameters, whose paths are ``known``; or if None, names in a file, with dots for slashes.
-    Leaves of a checkpoint have different paths then; in a state, a name may lead to the path of a leaf that is dropped.
+    Leaves of a checkpoint have different paths then; in a state, a name may lead to the path of a leaf that is dropped,
+    and any name fits a state that holds nothing of any leaf, as that of plain SGD.
     """
     separator = "." if known is None else "/"
     names = _checked(rename, of, "name in the file" if known is None else "path in params")
@@ -27,7 +28,7 @@ def renamed(
         path.replace("/", separator) if name is None else _joined(names[name], path[len(name) :], separator)
         for path, name in zip(paths, longest, strict=True)
     ]
-    for name, target in names.items():
+    for name, target in names.items() if paths or of != "state" else ():
         of_name = [path for path in paths if is_above(name, path)]
         results = [path for path, other in zip(new, longest, strict=True) if other == name]
         if not results:

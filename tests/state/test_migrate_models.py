@@ -108,10 +108,10 @@ def test_rows_take_the_state_of_the_old_rows_that_they_were(name, choice):
         assert bool(report.dropped) == (name in ("pruned", "kept"))
 
 
-def test_rows_of_a_state_that_holds_nothing_of_any_leaf():
+def test_a_state_that_holds_nothing_of_any_leaf_fits_any_rows_and_names():
     old, new = make_params(w=(6, 4)), make_params(w=(3, 4))
     state = trained(tx := optax.sgd(optax.linear_schedule(0.1, 0.0, 10)), old)
-    assert bits(fz.migrate(state, tx, new, rows={"w": ROWS["kept"]})) == bits(state)
+    assert bits(fz.migrate(state, tx, new, rows={"w": ROWS["kept"]}, rename={"layer/w": "w"})) == bits(state)
     with pytest.raises(ValueError, match=r"got: row -1\n  expected: numbers from 0\n"):
         fz.migrate(state, tx, new, rows={"w": [0, 1, -1]})
     with pytest.raises(ValueError, match="an array of the state contains several leaves"):
