@@ -290,7 +290,8 @@ def merged(
     if old is ANY:
         return ANY, survives
     if now.equals(before):
-        return old, True
+        with_frozen = now.kind == "dense" and place.is_moment and np.shape(old) == np.shape(leaf)
+        return jnp.where(now.trains, old, new.astype(old.dtype)) if with_frozen else old, True
     in_parts = [not each.is_full for each in (now, before)]
     is_dense = not any(in_parts)
     shapes = [np.shape(each.take(leaf)) for each in (now, before)]

@@ -305,6 +305,19 @@ def judge(case: Case, begin_ours: Callable[[], None] = lambda: None) -> None:
 
     ``begin_ours`` is called once JAX's own program has run.
     """
+    try:
+        compare(case, begin_ours)
+    except (NotAskedError, WrongError):
+        raise
+    except Exception as error:
+        _, params, batch = case.inputs(0)
+        with on_mesh(case.mesh):  # a batched `custom_jvp` may have tangents of another shape than its results
+            if raises(jax.eval_shape, jax.grad(jax.jit(case.loss)), params, batch):
+                raise NotAskedError from error
+        raise
+
+
+def compare(case: Case, begin_ours: Callable[[], None]) -> None:
     ours, oracle = WAYS[case.way]
 
     def of(way: Any, case: Case = case) -> Any:
@@ -385,15 +398,20 @@ def compare_costs(case: Case, text: str, mine: Any, whole: Any, inputs: Any) -> 
     if re.search(r"\b(scan|while|cond|callback|custom_call)\b", text) or "elements" in repr(spec):
         return
     lowered = [f.lower(*x) for f, x in ((mine, inputs), (whole, inputs[1:]))]
-    # A CPU merges what `jax.checkpoint` computes again with the first computation, but not rows of it.
-    is_merged = re.search(r"\b(checkpoint|remat)", text)
-    flops = [(each if is_merged else each.compile()).cost_analysis().get("flops", 0) for each in lowered]
+    programs = [[each.compile() for each in lowered]]
+    if re.search(r"\b(checkpoint|remat)", text):
+        # A CPU merges what `jax.checkpoint` computes again with the first computation, but not rows of it; before
+        # that, calls are not counted.
+        programs.append(lowered)
     # Of cheap operations of the size of the leaves; a CPU converts those of bfloat16.
     copies = 6 * sum(x.size for x in jax.tree.leaves(inputs[1]))
     axis = max((int(n) for shape in re.findall(r"\[([\d,]+)\]", text) for n in shape.split(",")), default=0)
     rows = axis * sum(
         not isinstance(mask, bool) for mask in spec.values()
     )  # of a value, which may have more than a leaf
+    flops = min(
+        ([each.cost_analysis().get("flops", 0) for each in pair] for pair in programs), key=lambda x: x[0] - x[1]
+    )
     if flops[0] > 1.02 * flops[1] + copies + INDEXING + INDEXING_OF_A_ROW * rows:
         raise WrongError("cost", f"{flops[0]:.0f} FLOPs, and {flops[1]:.0f} of the whole gradient")
 

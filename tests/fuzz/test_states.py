@@ -669,6 +669,14 @@ def test_rows_of_a_square_part_beside_a_projection_of_its_shape():
     state.replace(jit=False, shift=1)
 
 
+def test_moments_of_frozen_elements_begin_anew_though_their_mask_is_the_same():
+    state = Training()
+    state.init(name="adabelief", leaves="a", arrangement=("freeze", [("dense", 0)]), jit=False)
+    state.step(compiled="eager", seed=0, way="update")
+    state.replace(jit=False, shift=0)
+    state.migrate(arrangement=("freeze", [("dense", 0)]))
+
+
 def test_a_plain_state_without_moments_may_be_of_any_leaf():
     state = Training()
     state.init(name="noisy_sgd", leaves="ab", arrangement=("plain", []), jit=False)
