@@ -41,8 +41,10 @@ def shapes_before(state: PyTree, fresh: Sequence[Entry]) -> dict[str, Shape]:
         new = inner.get(address) or inner.get(address.rpartition("/")[0])  # of several arrays, which are one entry
         path = address[len(tree) :].lstrip("/") if new is None else str(new.leaf)
         shape = None  # of a list of arrays
-        if not _tree.is_masked_node(entry.value) and not isinstance(entry.value, list) and trees[tree]:
-            shape = entry.value.shape if isinstance(entry.value, Part) else tuple(np.shape(entry.value))
+        if isinstance(entry.value, Part):
+            shape = entry.value.shape
+        elif not _tree.is_masked_node(entry.value) and not isinstance(entry.value, list) and trees[tree]:
+            shape = tuple(np.shape(entry.value))
         if new is not None and shape is not None and len(shape) != len(new.shape):
             shape = None  # of a factor of the leaf, or of one array of a list
         found.setdefault(path, shape)

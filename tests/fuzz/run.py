@@ -32,9 +32,9 @@ def worker(number: int, until: float, only: str = "*") -> None:
     from search import SEARCH, SLOW, FailureError, innermost
 
     def too_long(*_: object) -> None:
-        raise TimeoutError(f"a program takes more than {SLOW} seconds")
+        raise TimeoutError(f"a program takes more than {SLOW} seconds of a core")
 
-    signal.signal(signal.SIGALRM, too_long)  # `Search.judge` sets the alarm
+    signal.signal(signal.SIGPROF, too_long)  # `Search.judge` sets the timer, which stands if the machine does
     warnings.simplefilter("ignore")
     phases = [Phase.generate, Phase.shrink]
     options = settings(

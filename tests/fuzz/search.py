@@ -75,8 +75,8 @@ class Search:
                 return
             self.tried += 1
             self.verdicts[text] = None
-            if signal.getsignal(signal.SIGALRM) != signal.SIG_DFL:
-                signal.alarm(SLOW)
+            if signal.getsignal(signal.SIGPROF) != signal.SIG_DFL:
+                signal.setitimer(signal.ITIMER_PROF, SLOW)
             try:
                 check()
             except UnsatisfiedAssumption:
@@ -91,7 +91,7 @@ class Search:
                     shrink = 0 if isinstance(error, TimeoutError) else SHRINK  # it would wait for each smaller program
                     self.until = min(self.until, time.process_time() + shrink)
             finally:
-                signal.alarm(0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
         if (found := self.verdicts[text]) is not None:
             raise found
 
