@@ -713,9 +713,9 @@ def test_a_mask_of_a_leaf_of_which_an_optimizer_has_other_arrays(name, leaves, n
 def test_rows_of_which_an_optimizer_has_arrays_of_other_shapes():
     """That they are rows of a leaf says its shape, though no array has it."""
     state = Training()
-    arrangement = ("plain", [("rows", 0, 1, "static")])
-    state.init(name="contrib.galore", leaves="bc", arrangement=arrangement, jit=False)
-    for arrangement in [("plain", []), arrangement]:
+    rows, whole = ("plain", [("rows", 0, 1, "static")]), ("plain", [])
+    state.init(name="contrib.galore", leaves="bc", arrangement=rows, jit=False)
+    for arrangement in (whole, rows):
         state.step(compiled="eager", seed=0, way="update")
         state.migrate(arrangement=arrangement)
 
