@@ -14,7 +14,7 @@ SHRINK = 60.0
 
 
 SLOW = 100
-"""The seconds after which a program takes too long."""
+"""The seconds of a core after which a program takes too long."""
 
 
 OF_JAX = "# Without the library"
