@@ -14,7 +14,7 @@ from optax_freeze._spec.group_spec import GroupSpec
 from optax_freeze._spec.partition import split
 from optax_freeze._spec.resolve import Spec
 from optax_freeze._spec.selection import DynamicRowIndex
-from optax_freeze._spec.tree import PyTree
+from optax_freeze._spec.tree import Part, PyTree, flatten
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,7 +62,8 @@ def freeze_loss(fun: Callable[P, T], frozen: Spec, argnums: int = 0) -> Callable
 
 def call_frozen(fun: Callable[[PyTree], T], params: PyTree, frozen: Spec) -> T:
     """``fun(params)``, with a gradient for the trainable parameters only."""
-    from optax_freeze._gradient.restricted_call import call_restricted  # loads jax.extend: slow
+    from optax_freeze._gradient.leaf_in_rows import taken  # loads jax.extend: slow
+    from optax_freeze._gradient.restricted_call import call_restricted
 
     if isinstance(frozen, GroupSpec):
         _refuse_change("the frozen groups change during training", repr(frozen))
@@ -71,6 +72,11 @@ def call_frozen(fun: Callable[[PyTree], T], params: PyTree, frozen: Spec) -> T:
         if isinstance(selection, DynamicRowIndex):
             _refuse_change("the trainable rows change during training", f"{leaf.path}: a leaf that {selection}")
     trainable, rest = split(params, plan)
+    parts, treedef = flatten(trainable)
+    for i, value in enumerate(flatten(params)[0]):
+        if isinstance(parts[i], Part) and isinstance(value, Tracer):
+            parts[i] = taken(plan.selections[i], value)
+    trainable = treedef.unflatten(parts)
     rest = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x, rest)
     return call_restricted(fun, trainable, rest, complete=True)
 

@@ -1,19 +1,21 @@
 """A leaf frozen by rows in a restricted call: its frozen array and its trainable rows."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from optax_freeze._gradient.custom_derivative import bind_tangents
 from optax_freeze._program.deferred import Deferred, Input, Reader, part_of, type_of
 from optax_freeze._program.from_host import Evaluation
 from optax_freeze._program.regions import EVERYTHING
 from optax_freeze._program.trace import Program, flatten
 from optax_freeze._spec.indexing import set_rows
 from optax_freeze._spec.memory_kinds import to_device
-from optax_freeze._spec.selection import RowSelection
-from optax_freeze._spec.sharding import explicit_sharding, in_mesh_of
+from optax_freeze._spec.selection import RowSelection, Selection
+from optax_freeze._spec.sharding import explicit_sharding, in_mesh_of, zeros
 from optax_freeze._spec.tree import Part
 
 
@@ -91,6 +93,34 @@ class CompleteLeaf(LeafInRows):
 def types_of(leaves: Sequence[LeafInRows | None]) -> tuple[list[LeafInRows | None], list[Any]]:
     """The parts of leaves on the device, and the leaves, of which only the types are asked."""
     return jax.tree.map(to_device, leaves), [leaf and leaf.whole() for leaf in leaves]
+
+
+def taken(selection: Selection, leaf: Any) -> Any:
+    """``selection.take(leaf)``, whose gradient is set at the trainable rows of the leaf.
+
+    JAX adds it: XLA shards a scatter-add by its values, sums the whole leaf over the devices, and if the devices do not
+    divide the number of rows, adds values of the padding to row 0.
+    """
+
+    @jax.custom_jvp
+    def values(leaf: Any) -> jax.Array:
+        return selection.take(leaf).values
+
+    @values.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        rows, aval = values(*primals), jax.typeof(primals[0])
+        known, treedef = jax.tree.flatten(selection)
+
+        def take(known: Any, tangents: Any) -> list[jax.Array]:
+            return [treedef.unflatten(known).take(*tangents).values]
+
+        def spread(known: Any, cotangents: Any) -> list[jax.Array]:
+            part = Part(cotangents[0], selection.part_index, aval.shape)
+            return [treedef.unflatten(known).put(zeros(aval), part)]
+
+        return rows, bind_tangents(take, spread, known, tangents, [jax.typeof(rows).to_tangent_aval()])[0]
+
+    return dataclasses.replace(selection.take(jax.lax.stop_gradient(leaf)), values=values(leaf))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

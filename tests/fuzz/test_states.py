@@ -301,7 +301,7 @@ class Training(RuleBasedStateMachine):
     def init(self, name, leaves, arrangement, jit):
         SEARCH.tried += 1
         rng = np.random.default_rng(len(leaves))
-        self.inner, self.extra = transformation(name)
+        self.name, (self.inner, self.extra) = name, transformation(name)
         self.params = {}
         for path, shape, dtype in (LEAVES[letter] for letter in leaves):
             value = jnp.asarray(rng.normal(size=shape).astype("complex64" if dtype == "complex64" else "float32"))
@@ -369,6 +369,8 @@ class Training(RuleBasedStateMachine):
         else:
             if self.its.conditions and is_float(expected):  # a program has the types that a state comes to at last
                 expected = expected.astype(jnp.promote_types(expected.dtype, got.dtype))
+            if self.name == "contrib.galore" and is_float(expected):  # the signs of singular vectors depend on rounding
+                got, expected = jnp.abs(got), jnp.abs(expected)
             is_low = any(p.dtype in (jnp.bfloat16, jnp.float16) for p in self.params.values())
             assert_equal_up_to_rounding(got, expected, jnp.bfloat16 if is_low else jnp.float32, 1024)
 

@@ -226,6 +226,20 @@ def test_a_custom_derivative_that_is_a_constant(constant):
     assert fz.explain(function, params, frozen).rows[0].path == "w"
 
 
+@pytest.mark.parametrize("how", ["rows", "compact", "vmap"])
+def test_rows_that_the_devices_do_not_divide(how):
+    """XLA would add values of their padding to row 0."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    params = {"w": jax.device_put(jnp.arange(6.0), jax.NamedSharding(mesh, P("x")))}
+    frozen = fz.elements(np.isin(range(6), [0, 3, 5]), compact=True) if how == "compact" else fz.rows([0, 3, 5])
+    loss = fz.freeze_loss(lambda params, x: jnp.sum(jnp.where(params["w"] > 9, 0, params["w"] * x)), {"w": frozen})
+    grad = jax.grad(loss)
+    if how == "vmap":
+        grad = lambda params, x: jax.tree.map(lambda g: g[0], jax.vmap(jax.grad(loss), (None, 0))(params, x[None]))  # noqa: E731
+    with jax.set_mesh(mesh):
+        assert jax.jit(grad)(params, jnp.float32(7))["w"].tolist() == [0, 7, 7, 0, 7, 0]
+
+
 @pytest.mark.parametrize("mask", [fz.rows(slice(0, 6)), fz.rows([1, 3]), fz.elements(np.eye(8, 4) > 0)])
 def test_zeros_have_the_sharding_of_their_leaf_on_an_explicit_mesh(mask):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
