@@ -261,11 +261,15 @@ def difference(got: list[np.ndarray], oracle: list[np.ndarray], others: list[lis
 
 
 def answered(function: Any, *args: Any) -> Any:
-    """The result of the library; `NotAskedError` if it may refuse the program, or XLA cannot fuse it."""
+    """The result of the library; `NotAskedError` if it may refuse the program, or XLA cannot compile it.
+
+    XLA does not compile a ``lax.switch`` on explicit and automatic axes of which one branch ends with a sharding
+    constraint, and another with a slice.
+    """
     try:
         return function(*args)
     except jax.errors.JaxRuntimeError as error:
-        if "Unsupported elementwise operation" in str(error):
+        if re.search("Unsupported elementwise operation|Inconsistent conditional sharding", str(error)):
             raise NotAskedError from error
         raise
     except ValueError as error:
