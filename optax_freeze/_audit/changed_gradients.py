@@ -141,7 +141,8 @@ class ChangedGradients:
         for group in groups:
             for c in (c for c in changes if rows[c]):
                 row = rows[c] if len(groups) == 1 else self._differing(results, self._run(before, c, group))
-                self._add(group, c, row)
+                if row:
+                    self._add(group, c, row)
 
     def _ask_zeros(self) -> None:
         """Changes the gradients that are zero in these steps, too."""
@@ -180,10 +181,8 @@ class ChangedGradients:
         if self._computed and not self._seen:
             self._ask_zeros()
         found = []
-        for group, answers in self._answers.items():
-            negative, huge, nan, inf, signed, _ = answers
-            if any(answers):
-                found.append(Gradient(group, False, *map(frozenset, (negative, huge | signed, nan, inf))))
+        for group, (negative, huge, nan, inf, signed, _) in self._answers.items():
+            found.append(Gradient(group, False, *map(frozenset, (negative, huge | signed, nan, inf))))
         leaving, left = self._unread()
         found += [Gradient((i,), leaves_call=True) for i in leaving]
         flops = self._flops() if found or left else (0, None)
@@ -200,7 +199,7 @@ class ChangedGradients:
     def _unread(self) -> tuple[list[int], list[int]]:
         """The gradients that are computed though nothing reacts to them: those that leave a jitted function, and those
         that an effect reads, or that are computed outside of any jitted function."""
-        read = {i for group, answers in self._answers.items() if any(answers) for i in group}
+        read = {i for group in self._answers for i in group}
         left = [i for i in sorted(self._computed - read) if self._step.is_frozen(i) and not self._of_zeros]
         inside = [i for i in left if i not in self._probe.eager]
         if inside:

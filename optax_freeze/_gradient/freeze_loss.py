@@ -1,8 +1,9 @@
 """Freezes parameters in a loss that somebody else differentiates, such as a trainer: :func:`freeze_loss`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -62,7 +63,7 @@ def freeze_loss(fun: Callable[P, T], frozen: Spec, argnums: int = 0) -> Callable
 
 def call_frozen(fun: Callable[[PyTree], T], params: PyTree, frozen: Spec) -> T:
     """``fun(params)``, with a gradient for the trainable parameters only."""
-    from optax_freeze._gradient.leaf_in_rows import taken  # loads jax.extend: slow
+    from optax_freeze._gradient.leaf_in_rows import with_gradient_set  # loads jax.extend: slow
     from optax_freeze._gradient.restricted_call import call_restricted
 
     if isinstance(frozen, GroupSpec):
@@ -73,9 +74,10 @@ def call_frozen(fun: Callable[[PyTree], T], params: PyTree, frozen: Spec) -> T:
             _refuse_change("the trainable rows change during training", f"{leaf.path}: a leaf that {selection}")
     trainable, rest = split(params, plan)
     parts, treedef = flatten(trainable)
-    for i, value in enumerate(flatten(params)[0]):
-        if isinstance(parts[i], Part) and isinstance(value, Tracer):
-            parts[i] = taken(plan.selections[i], value)
+    for i, (part, leaf) in enumerate(zip(parts, flatten(params)[0], strict=True)):
+        selection: Any = plan.selections[i]
+        if isinstance(part, Part) and isinstance(leaf, Tracer) and selection.run is None:
+            parts[i] = dataclasses.replace(part, values=with_gradient_set(selection, leaf, part.values))
     trainable = treedef.unflatten(parts)
     rest = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, Tracer) else x, rest)
     return call_restricted(fun, trainable, rest, complete=True)

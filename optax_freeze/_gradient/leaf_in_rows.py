@@ -1,6 +1,5 @@
 """A leaf frozen by rows in a restricted call: its frozen array and its trainable rows."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -95,20 +94,20 @@ def types_of(leaves: Sequence[LeafInRows | None]) -> tuple[list[LeafInRows | Non
     return jax.tree.map(to_device, leaves), [leaf and leaf.whole() for leaf in leaves]
 
 
-def taken(selection: Selection, leaf: Any) -> Any:
-    """``selection.take(leaf)``, whose gradient is set at the trainable rows of the leaf.
+def with_gradient_set(selection: Selection, leaf: Any, rows: Any) -> jax.Array:
+    """``rows``, the trainable ones of a leaf, whose gradient is set in that of the leaf.
 
     JAX adds it: XLA shards a scatter-add by its values, sums the whole leaf over the devices, and if the devices do not
     divide the number of rows, adds values of the padding to row 0.
     """
 
     @jax.custom_jvp
-    def values(leaf: Any) -> jax.Array:
-        return selection.take(leaf).values
+    def given(leaf: Any, rows: Any) -> jax.Array:
+        return rows
 
-    @values.defjvp
+    @given.defjvp
     def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-        rows, aval = values(*primals), jax.typeof(primals[0])
+        aval, rows = jax.typeof(primals[0]), given(*primals)
         known, treedef = jax.tree.flatten(selection)
 
         def take(known: Any, tangents: Any) -> list[jax.Array]:
@@ -118,9 +117,9 @@ def taken(selection: Selection, leaf: Any) -> Any:
             part = Part(cotangents[0], selection.part_index, aval.shape)
             return [treedef.unflatten(known).put(zeros(aval), part)]
 
-        return rows, bind_tangents(take, spread, known, tangents, [jax.typeof(rows).to_tangent_aval()])[0]
+        return rows, bind_tangents(take, spread, known, tangents[:1], [jax.typeof(rows).to_tangent_aval()])[0]
 
-    return dataclasses.replace(selection.take(jax.lax.stop_gradient(leaf)), values=values(leaf))
+    return given(leaf, jax.lax.stop_gradient(rows))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

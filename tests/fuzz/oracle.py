@@ -322,6 +322,7 @@ def judge(case: Case, begin_ours: Callable[[], None] = lambda: None) -> None:
 
 
 def compare(case: Case, begin_ours: Callable[[], None]) -> None:
+    """:func:`judge`, also of programs that JAX differentiates only outside of ``jit``."""
     ours, oracle = WAYS[case.way]
 
     def of(way: Any, case: Case = case) -> Any:
